@@ -52,6 +52,15 @@ def test_a_converted_head_is_the_published_one(name, tmp_path):
     assert_same_weights(load_eagle(tmp_path / "out"), published)
 
 
+def test_quantised_heads_load(tmp_path):
+    write_head(tmp_path / "source", LAYOUTS["EAGLE-3"])
+    convert(tmp_path / "source", tmp_path / "out", quantize=True, q_group_size=32)
+    assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
+    assert load_eagle(tmp_path / "out").lm_head.bits == 4
+    with pytest.raises(CheckpointError, match="quantised already"):
+        convert(tmp_path / "out", tmp_path / "again")
+
+
 def test_inspection_names_the_kind_and_the_target(tmp_path):
     write_head(tmp_path, LAYOUTS["speculators"])
     change_config(tmp_path, speculators_config={"verifier": {"name_or_path": "org/model"}})

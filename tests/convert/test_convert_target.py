@@ -226,6 +226,12 @@ def test_converted_heads_give_the_targets_text(source, stories, tmp_path, name, 
             assert responses[-1].tokens_per_step > 1.2
 
 
+def test_heads_that_know_nothing_are_warned_about(stories, tmp_path):
+    source = write_heads(tmp_path / "source", handmade.medusa(3, hidden=64, rows=512), {})
+    (warning,) = convert(source, tmp_path / "out", target=stories.folder).warnings
+    assert "probably trained for another model" in warning
+
+
 @pytest.mark.parametrize(
     ("hidden", "rows", "message"),
     [(32, 512, "hidden_size 32 does not match"), (64, 700, "vocab_size 700 does not match")],

@@ -32,6 +32,7 @@ from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
+from tests.server.serving import KEY, serving
 
 VOCAB_SIZE = 264
 CONFIG = {**mtp.MIMO, "vocab_size": VOCAB_SIZE, "eos_token_id": 0}
@@ -262,6 +263,16 @@ def test_passes_are_dispatched_before_the_host_reads(engines, monkeypatch):
         begun = [next(first).token for _ in range(6)]  # alone, before the other one joins it
         assert [r.token for r in second] == expected
         assert [*begun, *(r.token for r in first)] == expected
+
+
+def test_the_server(engines):
+    drafted, plain = engines
+    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0.8, "seed": 4}
+    with serving(drafted) as served:
+        status, answer = served.send("/v1/completions", body, KEY)
+    assert status == 200
+    options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 12}
+    assert answer["choices"][0]["text"] == plain.generate(PROMPTS[0], **options)
 
 
 def test_check_and_compare(target, drafter, tmp_path, cli, monkeypatch):

@@ -4,17 +4,57 @@ Axes: W beam width, L beam length (root included), V vocabulary, H hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 Path = tuple[int, ...]
 Array = np.ndarray
+
+
+class NumpyDrafter:
+    """The drafter's equations in float64, from its weights alone."""
+
+    def __init__(self, drafter: Drafter):
+        self.config = drafter.config
+        leaves = dict(tree_flatten(drafter.parameters()))
+        self.weights = {name: np.array(leaf, dtype=np.float64) for name, leaf in leaves.items()}
+
+    def start(self) -> Array:
+        return np.zeros(self.config.hidden_size)
+
+    def advance(self, state: Array, embedding: Array) -> Array:
+        if not self.config.rnn:
+            return state + embedding
+        return silu(
+            self.weights["rnn_w.weight"] @ embedding
+            + self.weights["rnn_u.weight"] @ state
+            + self.weights["rnn_u.bias"]
+        )
+
+    def log_probs(self, hidden: Array, state: Array) -> Array:
+        """Log-probabilities of the next token, shape (V,)."""
+        x = np.concatenate([hidden, state])
+        if "input_proj.weight" in self.weights:
+            x = self.weights["input_proj.weight"] @ x + self.weights["input_proj.bias"]
+        layers = self.config.num_draft_layers
+        for i in range(layers):
+            name = f"lm_head.{i}.linear"
+            x = x + silu(self.weights[f"{name}.weight"] @ x + self.weights[f"{name}.bias"])
+        logits = self.weights[f"lm_head.{layers}.weight"] @ x
+        logits = logits - logits.max()
+        return np.asarray(logits - np.log(np.exp(logits).sum()))
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(x / 2)))  # exp would overflow
 
 
 class Search(NamedTuple):
@@ -25,19 +65,16 @@ class Search(NamedTuple):
 
 
 def beam_search(
-    drafter: Any, embedding: Any, hidden: Any, root: int, width: int, length: int
+    drafter: NumpyDrafter, embedding: Array, hidden: Array, root: int, width: int, length: int
 ) -> Search:
-    """Literal beam search: every level ranks all W * V continuations.
-
-    ``drafter`` has the published equations in torch, as `torch_heads.Recurrent`.
-    """
-    state = drafter.advance(None, embedding[root])
-    beams: list[tuple[Path, float, Any]] = [((root,), 0.0, state)]
+    """Literal beam search: every level ranks all W * V continuations."""
+    state = drafter.advance(drafter.start(), embedding[root])
+    beams: list[tuple[Path, float, Array]] = [((root,), 0.0, state)]
     scores: dict[Path, float] = {}
     for _ in range(length - 1):
         continuations = []
         for path, score, state in beams:
-            log_probs = drafter.logits(hidden, state).log_softmax(-1).numpy()
+            log_probs = drafter.log_probs(hidden, state)
             order = np.argsort(-log_probs, kind="stable")
             for token in order:
                 continuations.append(((*path, int(token)), score + log_probs[token], state))

@@ -649,6 +649,10 @@ def test_an_answer_cut_by_the_context_says_so(page, script):
     script.say("one two three", end="length")
     _send(page, "ASK")
     page.locator("article p.note", has_text="context of 103 tokens is full").wait_for()
+    _set(page, "max_tokens", "3")
+    _press(page, "Regenerate")
+    _wait(page)
+    _expect(_notes, page, ["Cut at the maximum number of tokens (3); raise it in Settings."])
 
 
 def test_a_model_without_a_chat_template(page, script):

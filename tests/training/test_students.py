@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter import load_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
@@ -76,6 +77,30 @@ def test_a_reduced_head_has_rows_for_its_tokens(target):
     student.initialise(None, 3, np.array([1, 4], np.int32))
     assert student.rows is not None
     assert student.rows.tolist() == [-1, 0, -1, -1, 1, *[-1] * (VOCAB - 5)]
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])
+def test_logits_along_a_text_are_those_of_drafting(target, head):
+    """Row by row through a cache of mlx-lm, against all positions and levels at once."""
+    student = _student(target, head)
+    shard, network = random_shard(target, student, [9, 7]), student.network
+    found = np.array(student.logits(network, _batch(shard)))
+    states = shard.hidden if shard.states is None else shard.states
+    features = network.fuse(states.astype(mx.float32))
+    for start, position in [(0, t) for t in range(9 - LENGTH)] + [(9, 9 + t) for t in range(3)]:
+        read, levels = features[start : position + 1], range(LENGTH - 1)
+        if head == "specformer":
+            slots = network.slots(network(read, mx.array([]), [KVCache()])[-1:], LENGTH - 1)[0]
+            expected = [np.array(network.logits(slots, target))[level] for level in levels]
+        else:
+            caches, expected = [KVCache() for _ in range(network.num_layers)], []
+            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
+            outputs = network(read, following, caches)[-1:]
+            for level in levels:
+                expected.append(np.array(network.logits(outputs, target)[0]))
+                token = target.modules.embed(shard.tokens[position + 2 + level][None])
+                outputs = network(network.feed_back(outputs), token, caches)
+        np.testing.assert_allclose(found[position], expected, atol=2e-5)
 
 
 # Those of the others are torch's.

@@ -30,7 +30,7 @@ from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training_options import Head, NetworkOptions, Recipe, TrainingOptions
+from mlx_redrafter.training_options import RECIPES, Head, NetworkOptions, Recipe, TrainingOptions
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import ROOT, shared_model, tiny_llama
 from tests.training.pieces import random_texts
@@ -91,6 +91,19 @@ def _assert_close(first: Student, second: Student, atol: float) -> None:
     pairs = (tree_flatten(one.network.parameters()) for one in (first, second))
     for (name, a), (_, b) in zip(*pairs, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=atol, err_msg=str(name))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head"),
+    [*((recipe, "redrafter") for recipe in RECIPES), ("coupled", "medusa"), ("soft", "eagle")],
+)
+def test_recipes_learn(setup, tmp_path, recipe, head):
+    options = TrainingOptions(epochs=8, batch_tokens=32, num_evaluations=4, lr=1e-2)
+    trainer = setup.trainer(tmp_path, recipe, options=options, head=head)
+    trainer.run(_ignore, _ignore)
+    losses = [point.loss for point in trainer.progress.curve[1:]]
+    assert losses[-1] < 0.8 * losses[0]
+    assert trainer.progress.step == trainer.progress.total_steps
 
 
 @pytest.mark.parametrize("head", ["redrafter", "eagle", "dspark"])

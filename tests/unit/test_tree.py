@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mlx_redrafter.decoding.sampling import top_k
+from mlx_redrafter.decoding.sampling import block_size, top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
@@ -150,12 +150,23 @@ def test_the_best_scores_and_of_equal_ones_the_first(size, k, levels):
     _check(scores.astype(np.float32), min(k, size))
 
 
+def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities():
+    size = 4099
+    assert size % block_size(size, 4)
+    scores = np.zeros((3, size), dtype=np.float32)
+    scores[0, 512:516] = [4, 3, 2, 1]  # one block has all of them
+    scores[1, -3:] = [1, 3, 2]  # beyond the last full block
+    scores[2] = -np.inf
+    scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
+    _check(scores, 4)
+
+
 @given(
     scores=arrays.arrays(
         np.float32,
         st.tuples(st.integers(1, 3), st.integers(1, 3000)),
         elements=st.floats(-8, 8, width=16),
-        fill=st.sampled_from([0.0, -1.0, -np.inf]),
+        fill=st.sampled_from([0.0, -1.0]),
     ),
     k=st.integers(1, 4),
 )

@@ -11,8 +11,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, RedrafterError
@@ -60,6 +62,20 @@ def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) 
         if (stories.folder / name).exists():
             shutil.copy(stories.folder / name, folder / name)
     return folder
+
+
+def test_a_models_own_module_and_one_beside_it(stories, tmp_path):
+    folder = own_folder(stories, tmp_path / "mimo", module_tensors())
+    sidecar = write(tmp_path / "mtp", module_tensors(), {**MIMO, "vocab_size": 512})
+    assert recognise(sidecar)[0].NAME == "MTP module"
+    assert "an MTP module of a model of type" in inspect_checkpoint(sidecar).kind
+    for drafter in ("mtp", sidecar):
+        model, tokenizer, module = load(folder, drafter=drafter)
+        options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}
+        plain, drafted = (
+            generate(model, tokenizer, "Lily", drafter=one, **options) for one in (None, module)
+        )
+        assert drafted == plain
 
 
 def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path):

@@ -1,4 +1,4 @@
-"""The recurrent drafter: a literal search, its table of inputs, calibration, and 8 bits."""
+"""The recurrent drafter: its search in numpy, its table of inputs, calibration, and 8 bits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,14 +22,38 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import oracles
 from tests.helpers.models import expand, random_drafter, tiny_llama
-from tests.helpers.oracles import paths_of, tree_paths
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from tests.helpers.torch_heads import Recurrent  # noqa: E402
+from tests.helpers.oracles import NumpyDrafter, paths_of, tree_paths
 
 VOCAB_SIZE, HIDDEN_SIZE = 67, 32
 # Sizes where equations in numpy are slow.
 FEW, NARROW = 30, 8
+
+
+def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias():
+    linear: Any = {"rnn_activation": "identity", "rnn_first_step_bias": False}
+    drafter = random_drafter(VOCAB_SIZE, NARROW, **linear)
+    weights = NumpyDrafter(drafter).weights
+    e = np.random.default_rng(0).standard_normal((2, NARROW))
+    first = weights["rnn_w.weight"] @ e[0]
+    second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
+    second += weights["rnn_u.bias"]
+    rows = [drafter.project_input(mx.array(row[None].astype(np.float32))) for row in e]
+    start = drafter.start(rows[0])
+    for state, expected in ((start, first), (drafter.advance(start, rows[1]), second)):
+        np.testing.assert_allclose(np.array(state)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_draft_top_k_masks_as_apples_warp_logits():
+    drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
+    state, hidden = mx.ones((2, NARROW)), mx.ones((NARROW,))
+    logits = np.array(drafter.logits(hidden, state), dtype=np.float64)
+    found = np.array(drafter.log_probs(hidden, state))
+    for row, log_probs in zip(logits, found, strict=True):
+        kept = np.argsort(-row)[:3]
+        warped = np.full(VOCAB_SIZE, network.MASKED_LOGIT)
+        warped[kept] = row[kept] - row.max()
+        expected = warped - np.log(np.exp(warped).sum())
+        np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -296,14 +320,9 @@ def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.arra
 def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, oracles.Search]:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), shape)
+    exact = (np.array(one, dtype=np.float64) for one in (embedding, hidden))
     sizes = ROOT_TOKEN, shape.width, shape.length
-    weights = {name: _double(weight) for name, weight in named_parameters(drafter).items()}
-    published = Recurrent(weights)
-    return expansion, oracles.beam_search(published, _double(embedding), _double(hidden), *sizes)
-
-
-def _double(array: mx.array) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.float64))
+    return expansion, oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
 
 
 def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
