@@ -104,11 +104,14 @@ class _Reader(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         """Make a storage from its id: ("storage", type, key, device, elements)."""
-        match pid:
-            case ("storage", _StorageType(dtype), str(key), _, size):
-                _check_count(size)
-                return Storage(key, dtype, size)
-        raise ValueError("a storage has an unexpected description")
+        if type(pid) is not tuple or len(pid) != 5:
+            raise ValueError("a storage has an unexpected description")
+        tag, kind, key, _, size = pid
+        known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
+        if not known or type(key) is not str:
+            raise ValueError("a storage has an unexpected description")
+        _check_count(size)
+        return Storage(key, kind.dtype, size)
 
     def reject(self, action: str) -> NoReturn:
         raise CheckpointError(
@@ -169,7 +172,9 @@ def _choose_step(opcode: pickletools.OpcodeInfo) -> Callable[[Any], None]:
 _Reader.dispatch |= {ord(opcode.code): _choose_step(opcode) for opcode in pickletools.opcodes}
 
 
-def _make_dict() -> dict[str, Any]:
+def _make_dict(*arguments: Any) -> dict[str, Any]:
+    if arguments:
+        raise ValueError("an OrderedDict has unexpected arguments")
     return {}
 
 

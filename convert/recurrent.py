@@ -16,7 +16,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -109,7 +109,7 @@ class ForeignRecurrent(ForeignDrafter):
                 f"expected a head (lm_head.*), which determines {', '.join(lacking)}, found none; "
                 "check that the checkpoint is complete"
             )
-        variant = self._choose_variant(inferred.get("vocab_size", 0))
+        variant = self._choose_variant(cast(int, inferred.get("vocab_size", 0)))
         if self.options.rnn_activation is not None:
             variant["rnn_activation"] = self.options.rnn_activation
         config = DrafterConfig.from_dict({**inferred, **stated, **variant})

@@ -62,11 +62,10 @@ def _read_zip(path: Path) -> dict[str, StoredTensor]:
                 "checkpoint with torch.save"
             )
         prefix = pickles[0].removesuffix("data.pkl")
-        no_order = _Member(0, 0)
-        order = _read_member(path, file, members.get(f"{prefix}byteorder", no_order))
-        if order not in (b"", b"little"):
+        order = _read_member(path, file, members.get(f"{prefix}byteorder"), b"little")
+        if order != b"little":
             raise CheckpointError(f"expected little-endian values in {path}, found {order[:16]!r}")
-        stream = io.BytesIO(_read_member(path, file, members[pickles[0]]))
+        stream = io.BytesIO(_read_member(path, file, members[pickles[0]], b""))
     tensors = _extract_state_dict(read_pickle(stream, f"data.pkl in {path}"), path)
     return {
         name: _locate_values(path, name, tensor, members.get(f"{prefix}data/{tensor.storage.key}"))
@@ -128,7 +127,9 @@ def _find_content(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + name_size + extra_size
 
 
-def _read_member(path: Path, file: BinaryIO, member: _Member) -> bytes:
+def _read_member(path: Path, file: BinaryIO, member: _Member | None, default: bytes) -> bytes:
+    if member is None:
+        return default
     if member.size > MAX_PICKLE_BYTES:
         raise CheckpointError(
             f"expected a pickle of at most {MAX_PICKLE_BYTES} bytes in {path}, found "

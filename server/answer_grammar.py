@@ -65,9 +65,15 @@ def _hold_calls(
 ) -> Grammar | LateGrammar | None:
     tokenizer, form = engine.tokenizer, find_format(engine.tokenizer)
     demand = _demand(tools, asked)
+    if form is None:
+        if demand is None:
+            return None
+        raise Refusal(
+            f"{demand} needs tool calls that can be held to a schema, and the format of this "
+            "model's calls cannot; leave it out",
+            demand,
+        )
     try:
-        if form is None:
-            raise ConfigError("no schema can hold the calls of this model; leave it out")
         calls = CallGrammar(tokenizer, engine.target.vocab_size, form, tools)
     except ConfigError as error:  # of the tokenizer, or llguidance is missing
         if demand is None:

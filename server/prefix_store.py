@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import explain, first_line
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 # Prefix of files that are being written.
 UNFINISHED = "unfinished-"
+# Bytes of a file that are read at a time for its checksum.
+BLOCK = 1 << 22
 # Maximum size in bytes of arrays that wait to be written; others stay in memory only.
 MAX_PENDING = 1 << 30
 
@@ -221,7 +222,11 @@ def _file_name(name: str, checksum: int) -> str:
 
 
 def _checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, np.uint8, "r").data)
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _size(arrays: Mapping[str, mx.array]) -> int:

@@ -293,5 +293,5 @@ def test_a_call_may_be_required_only_in_formats_with_a_grammar():
     engine = Engine(MODEL, tokenizer, None)
     assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
     request, _ = read({**BODY, "tool_choice": "required"}, DEFAULTS)
-    with pytest.raises(Exception, match="tool_choice: no schema can hold the calls of this model"):
+    with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
         make_grammar(engine, PROMPT, request.tools, None)
