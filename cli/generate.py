@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.proposers.speculate_ahead import Hits
 
+# Largest file of a grammar, in bytes; `Grammar` accepts fewer characters than that.
+MAX_GRAMMAR_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class GeneratingPair(WritingPair):
@@ -81,7 +84,9 @@ class GrammarOptions:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} cannot be combined; give one")
         for name, value in given.items():
-            text = read_file(value, "a grammar") if isinstance(value, Path) else value
+            text = value
+            if isinstance(value, Path):
+                text = read_file(value, "a grammar", max_bytes=MAX_GRAMMAR_BYTES)
             return getattr(mlx_redrafter.Grammar, name)(text)  # its class methods have these names
         return None
 

@@ -118,11 +118,16 @@ def parse_template_options(given: str | None) -> dict[str, Any]:
     return options
 
 
-def read_file(path: Path, content: str, hint: str = "") -> str:
+def read_file(path: Path, content: str, hint: str = "", max_bytes: int = sys.maxsize - 1) -> str:
     """Read a file of text; a pipe or a device such as /dev/zero may have no end."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")
     try:
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(
+                f"expected {content} of at most {max_bytes} bytes, found a larger file: {path}; "
+                "give a smaller one"
+            )
         return path.read_text(encoding=TEXT_ENCODING)
     except OSError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -118,8 +119,6 @@ class Answer:
         self._ids: set[str] = set()
         # Texts of the tokens whose log-probabilities were shown: a long prompt has many of each.
         self._texts: dict[int, str] = {}
-        # At the beginning of a text, tokenizers leave out the blank of the first token.
-        self._letter = list(tokenizer.encode("a", add_special_tokens=False))
         # White space that is part of the text unless a call follows.
         self._blank = ""
         self._num_accepted = self._num_reasoning = 0
@@ -250,12 +249,17 @@ class Answer:
     def _decode(self, token: int) -> str:
         """Decode a token as it stands within a text; U+FFFD for a part of a character."""
         detokenizer = self._tokenizer.detokenizer
+        # At the beginning of a text, tokenizers leave out the blank of the first token.
         for first in self._letter:
             detokenizer.add_token(first)
         before = len(detokenizer.text)
         detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text[before:]
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        return list(self._tokenizer.encode("a", add_special_tokens=False))
 
 
 def score_prompt(

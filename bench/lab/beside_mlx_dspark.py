@@ -27,6 +27,7 @@ from mlx_lm import stream_generate
 from mlx_redrafter.bench.prompts import read_prompts, select_prompts
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 
 STOCK = "mlx-lm"
@@ -51,15 +52,20 @@ class Text(NamedTuple):
 Decode = Callable[[list[int], int], Text]
 
 
-def export(drafter: BlockNetwork, folder: Path) -> None:
-    """Write a DSpark drafter as DeepSpec publishes them, in float32."""
-    config = drafter.config
-    if config.link != "vanilla" or config.draft_vocab_size or config.first_slot:
+def export(drafter: Any, folder: Path) -> None:
+    """Write a DSpark drafter as DeepSpec publishes them, in float32.
+
+    Raise ConfigError for other drafters, and for other variants of DSpark.
+    """
+    config = drafter.config if isinstance(drafter, BlockNetwork) else None
+    if config is None or config.link != "vanilla" or _is_variant(config):
         raise ConfigError(
-            "expected a drafter of train --head dspark with all tokens, found another"
+            "expected a drafter that `redrafter-mlx train --head dspark` has written, found "
+            f"{'another kind' if config is None else config.summary}; train one"
         )
     stored = {name: getattr(config, name) for name in SAME}
-    stored |= {"model_type": "qwen3", "head_dim": config.hidden_size // config.num_attention_heads}
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    stored |= {"model_type": "qwen3", "head_dim": head_dim}
     # DeepSpec numbers the layer whose output is read.
     stored |= {"target_layer_ids": [layer - 1 for layer in config.captured_layers]}
     stored |= {"markov_rank": config.rank, "confidence_head_with_markov": True}
@@ -67,12 +73,16 @@ def export(drafter: BlockNetwork, folder: Path) -> None:
     write_checkpoint(folder, stored, tensors)
 
 
+def _is_variant(config: BlockConfig) -> bool:
+    """Return whether a block has what the exported config would not say."""
+    has_mask = any(config.causal) or any(config.windows)
+    return bool(config.draft_vocab_size or config.first_slot or has_mask)
+
+
 def make_methods(model: Path, drafter: Path, folder: Path) -> tuple[Any, dict[str, Decode]]:
     """Return the tokenizer, and the methods by name."""
     theirs = import_module("mlx_dspark")
     loaded, tokenizer, block = mlx_redrafter.load(str(model), drafter=str(drafter))
-    if not isinstance(block, BlockNetwork):
-        raise ConfigError(f"expected a DSpark drafter, found another kind in {drafter}")
     export(block, folder)
     target, _ = theirs.load_target(str(model), require_tap=True)
     network, _ = theirs.load_drafter(str(folder), quantize=False)

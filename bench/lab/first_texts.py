@@ -8,17 +8,15 @@ own, which decodes it by the default at once, and by plain decoding and the fixe
 warm-up. Prints a line for each pair and temperature. Needs a quiet machine.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.bench.lab.real_pairs import WARM_UP, Methods
-from mlx_redrafter.bench.prompts import read_prompts, select_prompts
+from mlx_redrafter.bench.lab.real_pairs import WARM_UP, Methods, choose_pairs, make_parser
 from mlx_redrafter.errors import RedrafterError
 
 # Texts that the first process learns from.
@@ -26,24 +24,28 @@ LEARNED = 3
 DEFAULT, PLAIN = "default", "plain"
 
 
-def decode(pair: dict[str, str], folder: Path, temp: float, tokens: int, number: int) -> None:
-    """Learn from texts, number 0, or print the speeds of all methods on a further text."""
+def learn(pair: dict[str, Any], folder: Path, temp: float, tokens: int) -> None:
+    """Decode the first texts by the default, which stores what it has learned."""
     methods = Methods(pair, folder)
-    prompts = [
-        methods.tokenizer.encode(prompt.text)
-        for prompt in select_prompts(read_prompts(folder / pair["prompts"]), LEARNED + number)
-    ]
-    if number == 0:
-        for seed, prompt in enumerate(prompts):
-            methods.decode(prompt, tokens, temp, seed, [DEFAULT])
-        return
-    seed, others = LEARNED + number, [PLAIN, *methods.plans]
-    first, text = methods.decode(prompts[-1], tokens, temp, seed, [DEFAULT])
-    methods.decode(prompts[-1], WARM_UP, temp, seed, others)
-    speeds, expected = methods.decode(prompts[-1], tokens, temp, seed, others)
+    for seed, prompt in enumerate(methods.encode_prompts(LEARNED)):
+        methods.decode(prompt, tokens, temp, seed, [DEFAULT])
+
+
+def measure(
+    pair: dict[str, Any], folder: Path, temp: float, tokens: int, number: int
+) -> dict[str, float]:
+    """Decode one of the texts after those, from 1, as the first of this process.
+
+    Return the speeds of all methods, in tokens/s.
+    """
+    methods, seed = Methods(pair, folder), LEARNED + number
+    prompt, others = methods.encode_prompts(seed)[-1], [PLAIN, *methods.plans]
+    first, text = methods.decode(prompt, tokens, temp, seed, [DEFAULT])
+    methods.decode(prompt, WARM_UP, temp, seed, others)
+    speeds, expected = methods.decode(prompt, tokens, temp, seed, others)
     if text != expected:
         raise RedrafterError("the text of the default differs from plain decoding")
-    print(json.dumps(speeds | first))
+    return speeds | first
 
 
 def summarise(speeds: list[dict[str, float]]) -> str:
@@ -58,45 +60,17 @@ def summarise(speeds: list[dict[str, float]]) -> str:
     return f"{'; '.join(parts)}; {best} has {total[best] / len(speeds):.2f} of {PLAIN}"
 
 
-def run(
-    pairs: Path, out: Path, temps: list[float], texts: int, only: list[str], command: list[str]
-) -> None:
-    """Measure pairs, each text in a process of its own."""
-    out.mkdir(parents=True, exist_ok=True)
-    # Step times and estimates are stored there.
-    environment = {**os.environ, "XDG_CACHE_HOME": str(out.resolve())}
-    for pair in json.loads(pairs.read_text()):
-        for temp in temps if not only or pair["name"] in only else []:
-            speeds = []
-            for number in range(texts + 1):
-                words = ["--child", json.dumps(pair), "--temps", str(temp), "--number", str(number)]
-                ended = subprocess.run(
-                    [*command, *words], env=environment, stdout=subprocess.PIPE, check=True
-                )
-                speeds += [json.loads(line) for line in ended.stdout.splitlines()]
-            print(f"{pair['name']}, T {temp:g}, {texts} texts: {summarise(speeds)}", flush=True)
-
-
 def main() -> None:
-    """Parse the options and run."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("pairs", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--texts", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--temps", default="0,1")
-    parser.add_argument("--only", default="", help="names of pairs, with commas")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    temps = [float(temp) for temp in given.temps.split(",")]
-    if given.child is not None:
-        decode(json.loads(given.child), given.pairs.parent, temps[0], given.tokens, given.number)
-        return
-    names = [name for name in given.only.split(",") if name]
-    own = [str(given.pairs), str(given.out), "--tokens", str(given.tokens)]
-    command = [sys.executable, "-m", "mlx_redrafter.bench.lab.first_texts", *own]
-    run(given.pairs, given.out, temps, given.texts, names, command)
+    """Parse the options, and measure pairs, each text in a process of its own."""
+    given = make_parser(texts=7, tokens=64).parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    for pair, temp in choose_pairs(given.pairs, given.out, given.temps, given.only):
+        conditions = pair, given.pairs.parent, temp, given.tokens
+        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+            pool.submit(learn, *conditions).result()
+            numbers = range(1, given.texts + 1)
+            speeds = list(pool.map(partial(measure, *conditions), numbers))
+        print(f"{pair['name']}, T {temp:g}, {given.texts} texts: {summarise(speeds)}", flush=True)
 
 
 if __name__ == "__main__":

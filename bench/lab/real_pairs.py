@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,14 @@ class Methods:
             f"{plan.shape.width}x{plan.shape.length}/{plan.num_nodes}": plan.options
             for plan in sorted(shapes, key=lambda plan: (plan.num_nodes, plan.shape.length))
         }
+        self._prompts = read_prompts(folder / pair["prompts"])
         self._timed: Any = {}
         self.forget()
+
+    def encode_prompts(self, count: int) -> list[list[int]]:
+        """Encode the first prompts, from all categories alternately, without a chat template."""
+        chosen = select_prompts(self._prompts, count)
+        return [self.tokenizer.encode(prompt.text) for prompt in chosen]
 
     def forget(self) -> None:
         """Forget all that was learnt except the step times."""
@@ -128,7 +134,9 @@ class Methods:
                 times.append(time.perf_counter())
                 text.append(response.token)
             if len(times) < 2:
-                raise RedrafterError("a text of one token has no speed: take its prompt out")
+                raise RedrafterError(
+                    "expected a text of two tokens or more, found one: drop its prompt"
+                )
             speeds[name] = (len(times) - 1) / (times[-1] - times[0])
             texts.append(text)
             if text != texts[0]:
@@ -144,10 +152,7 @@ def measure(pair: Mapping[str, Any], folder: Path, temp: float, texts: int, toke
     result = Result(pair["name"], temp, os.getloadavg()[0])
     start = time.perf_counter()
     methods = Methods(pair, folder)
-    prompts = [
-        methods.tokenizer.encode(prompt.text)
-        for prompt in select_prompts(read_prompts(folder / pair["prompts"]), texts)
-    ]
+    prompts = methods.encode_prompts(texts)
     methods.decode(prompts[0], WARM_UP, temp, 0, methods.names(0))
     methods.forget()
     for number, prompt in enumerate(prompts):
@@ -164,25 +169,56 @@ def measure(pair: Mapping[str, Any], folder: Path, temp: float, texts: int, toke
     return result
 
 
+def choose_pairs(
+    pairs: Path, out: Path, temps: list[float], names: list[str]
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield pairs of a list, by default all, at each temperature.
+
+    This process, and those that it starts, store step times and estimates in ``out`` from then on.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(out.resolve())
+    for pair in json.loads(pairs.read_text()):
+        for temp in temps if not names or pair["name"] in names else []:
+            yield pair, temp
+
+
+def make_parser(texts: int, tokens: int) -> argparse.ArgumentParser:
+    """Make a parser of the options that measurements of pairs share, given the default sizes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=texts)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--temps", type=_numbers, default="0,1")
+    parser.add_argument("--only", type=_names, default="", help="names of pairs, with commas")
+    return parser
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
 def run(
     pairs: Path, out: Path, temps: list[float], minutes: float, names: list[str], **options: Any
 ) -> None:
     """Measure the pairs that have no file yet, until the time is spent; print the table."""
     deadline = time.perf_counter() + 60 * minutes
-    out.mkdir(parents=True, exist_ok=True)
-    os.environ["XDG_CACHE_HOME"] = str(out.resolve())
-    for pair in json.loads(pairs.read_text()):
-        for temp in temps if not names or pair["name"] in names else []:
-            path = out / f"{pair['name']} {temp:g}.json".replace(" ", "-")
-            if path.exists() or time.perf_counter() > deadline:
-                continue
-            try:
-                result = measure(pair, pairs.parent, temp, **options)
-            except RedrafterError as error:  # such as a drafter that is not there yet
-                print(f"{pair['name']}: FAILED: {error}", flush=True)
-                continue
-            path.write_text(json.dumps(asdict(result)))
-            print(result.row(), flush=True)
+    for pair, temp in choose_pairs(pairs, out, temps, names):
+        path = out / f"{pair['name']} {temp:g}.json".replace(" ", "-")
+        if path.exists() or time.perf_counter() > deadline:
+            continue
+        try:
+            result = measure(pair, pairs.parent, temp, **options)
+        except RedrafterError as error:  # such as a drafter that is not there yet
+            print(f"{pair['name']}: FAILED: {error}", flush=True)
+            continue
+        path.write_text(json.dumps(asdict(result)))
+        print(result.row(), flush=True)
     print(f"\n{HEADING}")
     for path in sorted(out.glob("*.json"), key=lambda path: path.stat().st_mtime):
         print(Result(**json.loads(path.read_text())).row())
@@ -190,24 +226,11 @@ def run(
 
 def main() -> None:
     """Parse the options and run."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("pairs", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--temps", default="0,1")
+    parser = make_parser(texts=8, tokens=96)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no pair afterwards")
-    parser.add_argument("--only", default="", help="names of pairs, with commas")
     given = parser.parse_args()
-    run(
-        given.pairs,
-        given.out,
-        [float(temp) for temp in given.temps.split(",")],
-        given.minutes,
-        [name for name in given.only.split(",") if name],
-        texts=given.texts,
-        tokens=given.tokens,
-    )
+    options = {"texts": given.texts, "tokens": given.tokens}
+    run(given.pairs, given.out, given.temps, given.minutes, given.only, **options)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_redrafter import load
-from mlx_redrafter.bench.lab import first_texts, memory, real_pairs
+from mlx_redrafter.bench.lab import beside_mlx_dspark, first_texts, memory, real_pairs
 from mlx_redrafter.bench.lab.memory import Peaks, measure_memory
 from mlx_redrafter.bench.runs import (
     PLAIN,
@@ -20,7 +21,11 @@ from mlx_redrafter.bench.runs import (
 from mlx_redrafter.bench.turns import one_by_one
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block import load as load_block
 from tests.bench.commands import run_lab
+from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.equality import assert_same_weights
+from tests.helpers.models import random_drafter
 
 pytestmark = pytest.mark.usefixtures("no_timing")
 
@@ -114,13 +119,26 @@ def test_real_pairs_keep_results_and_slow_shapes_leave(pairs, tmp_path, capsys):
     assert shown.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_first_text_of_a_process(pairs, capsys):
+def test_the_first_text_of_a_process(pairs):
     pair = json.loads(pairs.read_text())[1]
-    first_texts.decode(pair, pairs.parent, 0.0, 6, 0)  # learns from three texts
-    assert capsys.readouterr().out == ""
-    first_texts.decode(pair, pairs.parent, 0.0, 6, 1)
-    speeds = json.loads(capsys.readouterr().out)
+    first_texts.learn(pair, pairs.parent, 0.0, 6)
+    speeds = first_texts.measure(pair, pairs.parent, 0.0, 6, 1)
     assert speeds.keys() > {"plain", "default"}
     assert len(speeds) == 2 + len(real_pairs.SHAPES)
     found = first_texts.summarise([{"plain": 2.0, "default": 3.0, "a": 4.0, "b": 1.0}])
     assert found.startswith("1.50 of plain (1.50 to 1.50); 0.75 of a (0.75 to 0.75); a has 2.00")
+
+
+def test_a_block_drafter_as_deepspec_publishes_it(tmp_path):
+    plain: dict[str, Any] = {"windows": (None, None), "causal": (False, False)}
+    config = block_config(67, 32, **LINKS["vanilla"], **plain, has_confidence=True)
+    drafter = random_block(config)
+    beside_mlx_dspark.export(drafter, tmp_path)
+    found = load_block(tmp_path)
+    assert_same_weights(found, drafter)
+    names = (*beside_mlx_dspark.SAME, "captured_layers", "head_dim", "link", "rank", "first_slot")
+    for name in names:
+        assert getattr(found.config, name) == getattr(config, name)
+    for other in (random_block(block_config(67, 32, **LINKS["vanilla"])), random_drafter(67, 32)):
+        with pytest.raises(ConfigError, match="expected a drafter that"):
+            beside_mlx_dspark.export(other, tmp_path)

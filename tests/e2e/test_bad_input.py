@@ -18,6 +18,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import save_drafter
+from mlx_redrafter.cli.generate import MAX_GRAMMAR_BYTES
 from mlx_redrafter.errors import CheckpointError
 from tests.e2e.test_hostile import GENERATE, config, failure, gone, refused, tensors, text
 from tests.helpers.cli import PROGRAM
@@ -245,14 +246,15 @@ def test_signs_that_stdout_lacks_are_escaped():
 
 
 def test_grammars_that_are_too_large_are_refused(cli, tmp_path):
-    path = tmp_path / "large.lark"
-    path.write_bytes(b" " * (1 << 20))
-    for file, message in (
-        (path, "grammar must have at most 131072 characters, got 1048576"),
-        (Path("/dev/zero"), "expected a file with a grammar, found something else: /dev/zero"),
+    path = tmp_path / "schema.json"
+    path.write_bytes(b" " * (MAX_GRAMMAR_BYTES + 1))
+    for option, file, message in (
+        ("--json-schema", path, "expected a grammar of at most 1048576 bytes"),
+        ("--lark", Path("/dev/zero"), "expected a file with a grammar"),
     ):
         if file.exists():
-            failure(cli, "generate", "-p", "The", "--lark", file, codes=(2,), parts=message)
+            words = ("generate", "-p", "The", option, file)
+            failure(cli, *words, codes=(2,), parts=f"{message} ... {file}")
 
 
 def test_errors_are_short_and_printable(cli):

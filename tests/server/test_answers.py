@@ -67,12 +67,13 @@ def test_arguments_that_json_lacks():
     assert _answer({"name": "look", "arguments": {"a": float("nan")}})._parse_calls("") == []
 
 
-def test_two_calls_with_one_id_stay_two():
+@pytest.mark.parametrize("chosen", ["functions.look:0", 7])
+def test_two_calls_with_one_id_stay_two(chosen):
     """A model numbers its calls as it likes, and pieces with one id become one call."""
-    call = {"name": "look", "id": "functions.look:0", "arguments": {}}
+    call = {"name": "look", "id": chosen, "arguments": {}}
     answer = _answer(call)
     first, second = answer._parse_calls("") + answer._parse_calls("")
-    assert first.id == "functions.look:0" != second.id
+    assert first.id == str(chosen) != second.id
 
 
 def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch):
