@@ -1,4 +1,4 @@
-"""What a test does when a function is called."""
+"""Functions of tests that see each call of another function."""
 
 from collections.abc import Callable
 from typing import Any

@@ -39,7 +39,7 @@ class Slot:
     length: int = 0  # number of committed tokens; 0 if the slot is idle
     floor: Floor = int  # returns 0
     end: int = 0  # position behind the last entry, of a tree or committed
-    # Whether its sequence has come since the newest pass of the batch, in which it may have been
+    # True if its sequence has come since the newest pass of the batch, in which it may have been
     # before it left and came again: all its entries are in place.
     is_new: bool = True
     is_blank: bool = True  # whether no sequence has been here
