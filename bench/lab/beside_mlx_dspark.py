@@ -52,17 +52,17 @@ class Text(NamedTuple):
 Decode = Callable[[list[int], int], Text]
 
 
-def export(drafter: Any, folder: Path) -> None:
-    """Write a DSpark drafter as DeepSpec publishes them, in float32.
+def export(drafter: object, folder: Path) -> BlockNetwork:
+    """Write a DSpark drafter as DeepSpec publishes them, in float32, and return it.
 
     Raise ConfigError for other drafters, and for other variants of DSpark.
     """
-    config = drafter.config if isinstance(drafter, BlockNetwork) else None
-    if config is None or config.link != "vanilla" or _is_variant(config):
+    if not isinstance(drafter, BlockNetwork) or not _is_exported_whole(drafter.config):
         raise ConfigError(
             "expected a drafter that `redrafter-mlx train --head dspark` has written, found "
-            f"{'another kind' if config is None else config.summary}; train one"
+            "another kind or variant; train one"
         )
+    config = drafter.config
     stored = {name: getattr(config, name) for name in SAME}
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     stored |= {"model_type": "qwen3", "head_dim": head_dim}
@@ -71,19 +71,21 @@ def export(drafter: Any, folder: Path) -> None:
     stored |= {"markov_rank": config.rank, "confidence_head_with_markov": True}
     tensors = {name: one.astype(mx.float32) for name, one in named_parameters(drafter).items()}
     write_checkpoint(folder, stored, tensors)
+    return drafter
 
 
-def _is_variant(config: BlockConfig) -> bool:
-    """Return whether a block has what the exported config would not say."""
+def _is_exported_whole(config: BlockConfig) -> bool:
+    """Return whether a block has nothing but what the exported config says."""
     has_mask = any(config.causal) or any(config.windows)
-    return bool(config.draft_vocab_size or config.first_slot or has_mask)
+    is_reduced = config.draft_vocab_size is not None
+    return config.link == "vanilla" and not (is_reduced or config.first_slot or has_mask)
 
 
 def make_methods(model: Path, drafter: Path, folder: Path) -> tuple[Any, dict[str, Decode]]:
     """Return the tokenizer, and the methods by name."""
     theirs = import_module("mlx_dspark")
-    loaded, tokenizer, block = mlx_redrafter.load(str(model), drafter=str(drafter))
-    export(block, folder)
+    loaded, tokenizer, found = mlx_redrafter.load(str(model), drafter=str(drafter))
+    block = export(found, folder)
     target, _ = theirs.load_target(str(model), require_tap=True)
     network, _ = theirs.load_drafter(str(folder), quantize=False)
 
