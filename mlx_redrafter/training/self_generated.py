@@ -13,7 +13,9 @@ Axes: B texts, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from itertools import islice
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -38,6 +40,9 @@ CACHE_STEP = 256
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
 NUM_BEGINNINGS = 28
+# Number of rounds whose prompts are sorted by length: a batch attends to as many tokens as its
+# longest text has.
+SORTED_ROUNDS = 8
 # Share of the texts in the caches that have ended before these are copied without them.
 ENDED_SHARE = 0.125
 
@@ -76,6 +81,7 @@ class TextGenerator:
         """
         found: list[TokenSequence] = []
         num_generated, number = 0, 0
+        jobs = sort_jobs(jobs, SORTED_ROUNDS * self.round_size)
         while total_tokens is None or num_generated < total_tokens:
             size = self.round_size
             if total_tokens is not None:
@@ -186,6 +192,12 @@ def plan_jobs(
             yield GenerationJob(source.draw_prompt(rng), 0.0 if is_greedy else temp)
 
 
+def sort_jobs(jobs: Iterator[GenerationJob], size: int) -> Iterator[GenerationJob]:
+    """Sort every ``size`` jobs by the length of their prompts."""
+    while some := list(islice(jobs, size)):
+        yield from sorted(some, key=lambda job: len(job.prompt))
+
+
 def answer(
     target: Target,
     jobs: Sequence[GenerationJob],
@@ -250,21 +262,27 @@ def _read_prompts(
     on_pass: Callable[[], None],
     kept: TeacherOutputs | None,
 ) -> list[Any]:
-    """Read prompts one by one, then join their caches.
+    """Read the common beginning of the prompts, then the rest of each, and join their caches.
 
     mlx-lm loses the states of some models (mamba2) if padded prompts take several passes.
     """
-    single = []
     size = chunk_tokens(target.vocab_size, 1)
-    for number, prompt in enumerate(prompts):
-        single.append(make_prompt_cache(target.model))
-        for begin in range(0, len(prompt), size):
-            chunk = prompt[begin : begin + size]
-            outputs = target.compute(mx.array([chunk]), single[-1], kept.layers if kept else ())
+
+    def read(caches: list[Any], texts: Sequence[int], prompt: Sequence[int], first: int) -> None:
+        for begin in range(first, len(prompt), size):
+            chunk = mx.array([prompt[begin : begin + size]])
+            outputs = target.compute(chunk, caches, kept.layers if kept else ())
             if kept is not None:
-                kept.write([number], np.array([begin]), np.array([len(chunk)]), outputs)
-            mx.eval([cache.state for cache in single[-1]])
+                begins, counts = (np.full(len(texts), n) for n in (begin, chunk.size))
+                kept.write(texts, begins, counts, outputs)
+            mx.eval([cache.state for cache in caches])
             on_pass()
+
+    common, caches = commonprefix(prompts), make_prompt_cache(target.model)
+    read(caches, range(len(prompts)), common, 0)
+    single = [deepcopy(caches) for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        read(single[number], [number], prompt, len(common))
     if not can_batch(target.model):
         (alone,) = single
         return alone

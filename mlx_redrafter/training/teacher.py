@@ -75,15 +75,17 @@ class TeacherOutputs:
     ) -> None:
         """Keep the outputs of a pass, shape (B, c); blocks until MLX has evaluated them.
 
-        ``texts`` are the numbers of its texts, B of them, and ``begins`` the indices of its first
-        tokens in them, shape (B,). Of its tokens, ``counts`` are no padding, shape (B,).
+        ``texts`` are the numbers of its texts, B of them; a pass of shape (1, c) may be that of
+        several texts with the same tokens. ``begins`` are the indices of its first tokens in them,
+        shape (B,). Of its tokens, ``counts`` are no padding, shape (B,).
         """
         found = _summarise(outputs, self._k)
         offsets = np.arange(outputs.logits.shape[1])
         is_real = offsets < counts[:, None]
         where = ((self._starts[list(texts)] + begins)[:, None] + offsets)[is_real]
         for name, values in found.items():
-            self._arrays[name][where] = np.array(values)[is_real]
+            rows = np.broadcast_to(np.array(values), (len(texts), *values.shape[1:]))
+            self._arrays[name][where] = rows[is_real]
 
     def make_shard(self, sequences: Sequence[TokenSequence]) -> Shard:
         """Join all texts, which have at most as many tokens as there is room for.

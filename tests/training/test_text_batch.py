@@ -22,7 +22,7 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training.data import Chat, Document
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.generated_texts import sample_posterior_noise
-from mlx_redrafter.training.self_generated import GenerationJob, answer, sample
+from mlx_redrafter.training.self_generated import GenerationJob, answer, sample, sort_jobs
 from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
@@ -87,12 +87,13 @@ def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))
     rng = np.random.default_rng(1)
+    common = rng.integers(8, 60, 22).tolist()  # read once
     jobs = [
-        GenerationJob(rng.integers(8, 60, length).tolist(), temp)
+        GenerationJob(common + rng.integers(8, 60, length).tolist(), temp)
         for length, temp in ((1, 0.0), (13, 0.8), (4, 0.8), (23, 0.0), (2, 0.8))
     ]
     generator = TextGenerator(target, [STOP, 9, 11], 0)
-    options = DataOptions(answer_tokens=40, sequence_length=50)
+    options = DataOptions(answer_tokens=40, sequence_length=72)
     texts = generator.answer(teacher, iter(jobs), options, None, lambda count: None)
     assert len({len(text) for text in texts}) > 1
     kept = teacher.cache.load("train", 0, (1, 2))
@@ -131,6 +132,12 @@ def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path):
     assert cache.path("train", 2).read_bytes() == before
     assert run((0,)) == texts
     assert all(cache.load("train", number, (0,)).states is not None for number in (2, 3, 4))
+
+
+def test_prompts_of_some_rounds_are_sorted():
+    lengths = [5, 2, 9, 1, 3, 8, 4]
+    jobs = sort_jobs(iter([GenerationJob([1] * length, 0.0) for length in lengths]), 3)
+    assert [len(job.prompt) for job in jobs] == [2, 5, 9, 1, 3, 8, 4]
 
 
 def test_no_more_than_the_asked_tokens_are_written(tmp_path):
