@@ -14,8 +14,7 @@ Axes: B texts, V vocabulary.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import islice
-from os.path import commonprefix
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -278,7 +277,8 @@ def _read_prompts(
             mx.eval([cache.state for cache in caches])
             on_pass()
 
-    common, caches = commonprefix(prompts), make_prompt_cache(target.model)
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    common, caches = [tokens[0] for tokens in same], make_prompt_cache(target.model)
     read(caches, range(len(prompts)), common, 0)
     single = [deepcopy(caches) for _ in prompts]
     for number, prompt in enumerate(prompts):

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter import load_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
@@ -29,6 +30,7 @@ from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import divide, gather
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.state_students import RecurrentStudent
+from mlx_redrafter.training.students.student_kinds import load_student
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
@@ -169,6 +171,15 @@ def test_what_a_head_cannot_have_is_refused():
     for head, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             NetworkOptions(head, **options)
+
+
+def test_a_drafter_of_fewer_tokens_is_not_trained_on(tmp_path):
+    """Its rows end before the target's token ids do."""
+    target = Target(tiny_llama(vocab_size=VOCAB))
+    path, tokenizer = tmp_path / "drafter", wrapped_tokenizer(VOCAB - 1)
+    write_drafter(random_drafter(VOCAB - 1, target.hidden_size), path)
+    with pytest.raises(ConfigError, match=r"drafter of 12 token ids .* found one of 11"):
+        load_student(str(path), "redrafter", target, tokenizer)
 
 
 # Simulated steps
