@@ -11,10 +11,9 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.runs import EncodedPrompt
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING
-from mlx_redrafter.checks import parse_line
+from mlx_redrafter.checks import parse_line, read_text
 from mlx_redrafter.engine.prompt_encoding import encode_question
-from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
+from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 
 # Categories of Spec-Bench, besides the one that holds MT-bench's eight categories.
 SPEC_BENCH_CATEGORIES = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
@@ -55,10 +54,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         rows = _read_parquet(path)
     elif suffix == ".jsonl":
         # `splitlines` also divides at characters that JSON allows in a text, such as U+2028.
-        lines = enumerate(_read_text(path).split("\n"), start=1)
+        lines = enumerate(read_text(path, "prompts").split("\n"), start=1)
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     else:
-        blocks = [block.strip() for block in _read_text(path).split("\n\n")]
+        blocks = [block.strip() for block in read_text(path, "prompts").split("\n\n")]
         rows = [{"text": block} for block in blocks if block]
     prompts = [_as_prompt(row, path, number) for number, row in enumerate(rows, start=1)]
     if not prompts:
@@ -135,15 +134,6 @@ def describe_prompts(path: Path, prompts: Sequence[EncodedPrompt]) -> dict[str, 
         "prompt_file": path.name,
         "prompts": [[prompt.name, prompt.category, len(prompt.ids)] for prompt in prompts],
     }
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding=TEXT_ENCODING)
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts in {path}: {explain(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompts in {path} must be UTF-8 text: {error}") from error
 
 
 def _read_parquet(path: Path) -> list[Any]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING
+from mlx_redrafter.checks import read_text
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
-from mlx_redrafter.errors import ConfigError, explain
+from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -51,7 +51,7 @@ class PromptOptions:
     def read(self) -> str:
         """Read the prompt, from its file, or from standard input if it is ``-``."""
         if self.prompt_file is not None:
-            return read_file(self.prompt_file, "the prompt", "; --prompt - reads standard input")
+            return read_text(self.prompt_file, "the prompt", "; --prompt - reads standard input")
         if self.prompt == "-":
             try:
                 return sys.stdin.read().removeprefix("\ufeff")
@@ -116,20 +116,3 @@ def parse_template_options(given: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")
     return options
-
-
-def read_file(path: Path, content: str, hint: str = "", max_bytes: int = sys.maxsize - 1) -> str:
-    """Read a file of text; a pipe or a device such as /dev/zero may have no end."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")
-    try:
-        if path.stat().st_size > max_bytes:
-            raise ConfigError(
-                f"expected {content} of at most {max_bytes} bytes, found a larger file: {path}; "
-                "give a smaller one"
-            )
-        return path.read_text(encoding=TEXT_ENCODING)
-    except OSError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be UTF-8 text: {error}") from error

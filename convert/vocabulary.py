@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING
+from mlx_redrafter.checks import TEXT_ENCODING
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.config import MedusaConfig

@@ -39,8 +39,6 @@ WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 UNFINISHED = ".unfinished-"
 # Names of the incomplete files of `write_atomically`.
 INCOMPLETE = re.compile(rf"{re.escape(UNFINISHED)}[a-z0-9_]{{8}}\.(safetensors|json|md|png)")
-# Encoding of the user's texts: some editors put a byte order mark before the first character.
-TEXT_ENCODING = "utf-8-sig"
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 

@@ -1,12 +1,33 @@
-"""Checks of values from callers."""
+"""Checks of values and of texts from callers."""
 
 import json
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.errors import ConfigError, shown
+from mlx_redrafter.errors import ConfigError, explain, shown
+
+# Encoding of the user's texts: some editors put a byte order mark before the first character.
+TEXT_ENCODING = "utf-8-sig"
+
+
+def read_text(path: Path, content: str, hint: str = "", max_bytes: float = math.inf) -> str:
+    """Read a file of text; a pipe or a device such as /dev/zero may have no end."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")
+    try:
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(
+                f"expected {content} of at most {max_bytes} bytes, found a larger file: {path}; "
+                "give a smaller one"
+            )
+        return path.read_text(encoding=TEXT_ENCODING)
+    except OSError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
 
 
 def parse_line(line: str) -> Any:

@@ -16,8 +16,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING
-from mlx_redrafter.checks import parse_line
+from mlx_redrafter.checks import TEXT_ENCODING, parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 

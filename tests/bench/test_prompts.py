@@ -70,8 +70,10 @@ def test_bad_lines_are_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_prompts(path)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match=r"none.txt: No such file"):
         read_prompts(tmp_path / "none.txt")
+    with pytest.raises(ConfigError, match=r"expected a file with prompts, .* /dev/zero"):
+        read_prompts(Path("/dev/zero"))
 
 
 def test_prompts_of_the_same_length():
