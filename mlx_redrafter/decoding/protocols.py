@@ -174,22 +174,20 @@ class DraftPolicy(Protocol):
         """Learn from a finished step."""
 
 
+# Policies that choose, each with the result of `Drafting.matches`.
+AllMatches = Sequence[tuple[DraftPolicy, Sequence[float] | None]]
+
+
 class JointPolicy(Protocol):
     """Decides for all sequences of a batch, whose forward passes have one size."""
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
 
-    def choose_all(
-        self,
-        all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]],
-        count: int,
-        seconds: float,
-    ) -> None:
+    def choose_all(self, found: AllMatches, count: int, seconds: float) -> None:
         """Prepare `DraftPolicy.choose` of the next step of ``count`` sequences.
 
-        ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`,
-        for all of which the host took ``seconds``.
+        The host took ``seconds`` for what it has found.
         """
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:

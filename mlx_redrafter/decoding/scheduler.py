@@ -36,7 +36,6 @@ class Scheduler:
         self._chunks: Iterator[list[SequenceDecoder]] = iter(())
         # Time until which the others go on.
         self._next_chunk = 0.0
-        # Whether sequences of other schedulers wait for their next tokens.
         self._others_wait = False
 
     @property

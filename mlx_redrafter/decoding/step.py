@@ -258,9 +258,8 @@ class _Step:
 
     def _looks_ahead(self, one: SequenceDecoder, last: Pass, tree: TokenTree) -> bool:
         """Let the target process drafts behind a path that nobody has read, if it can."""
-        if not last.has_path or last.is_read or one.policy is None:
-            return False
-        if not self._lane.look_ahead(one):
+        is_unread = last.has_path and not last.is_read
+        if not is_unread or one.policy is None or not self._lane.look_ahead(one):
             return False
         early = self._early[one] = one.policy.select_early(self._plans[one], tree)
         if early is None or not self._lane.follow(one, early):

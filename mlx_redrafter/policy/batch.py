@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from mlx_redrafter.decoding.protocols import DraftPolicy, Step
+from mlx_redrafter.decoding.protocols import AllMatches, DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
 from mlx_redrafter.policy.calibration import MEMORY, ScoredDrafts
@@ -104,14 +104,9 @@ class BatchPolicy:
             return MemberPolicy(self)
         return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
-    def choose_all(
-        self,
-        all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]],
-        count: int,
-        seconds: float,
-    ) -> None:
+    def choose_all(self, found: AllMatches, count: int, seconds: float) -> None:
         """Decide the plan of the next step for all members."""
-        members = [found for one, found in all_matches if isinstance(one, MemberPolicy)]
+        members = [matches for one, matches in found if isinstance(one, MemberPolicy)]
         self.selected = {}
         self._learn_time()
         if members:

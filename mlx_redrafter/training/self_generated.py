@@ -39,8 +39,7 @@ CACHE_STEP = 256
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
 NUM_BEGINNINGS = 28
-# Number of rounds whose prompts are sorted by length: a batch attends to as many tokens as its
-# longest text has.
+# Number of rounds whose prompts are sorted by length: texts of a batch attend to the longest one's.
 SORTED_ROUNDS = 8
 # Share of the texts in the caches that have ended before these are copied without them.
 ENDED_SHARE = 0.125
