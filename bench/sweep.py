@@ -96,12 +96,12 @@ def sweep(
     for temp in grid.temps:
         for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK)):
             make = partial(_methods, plans[start : start + PLANS_PER_BLOCK], number == 0)
-            turns = [[Turn(_group(temp), number, *one)] for one in rounds]
+            turns = [[Turn(f"temp {temp:g}", number, *one)] for one in rounds]
             parts.append(Interleaving(make, replace(settings, temp=temp), turns))
     decode_in_turns(parts, recording, cool_down, on_progress)
     points = []
     for temp in grid.temps:
-        runs = [run for run in recording.runs if run.group == _group(temp)]
+        runs = [run for run in recording.runs if run.group == f"temp {temp:g}"]
         reference = reference_arm(replace(settings, temp=temp))
         rows = {row.arm: row for row in summarise(runs, reference)}
         points += [Point(temp, plan, rows[arm_name(plan)]) for plan in plans]
@@ -117,7 +117,3 @@ def _methods(
         arms[PLAIN] = plain_arm(settings)
     arms |= {arm_name(plan): drafted_arm(settings, plan) for plan in plans}
     return {name: one_by_one(name, arm) for name, arm in arms.items()}
-
-
-def _group(temp: float) -> str:
-    return f"temp {temp:g}"
