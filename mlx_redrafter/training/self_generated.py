@@ -79,13 +79,15 @@ class TextGenerator:
         """
         found: list[TokenSequence] = []
         num_generated, number = 0, 0
-        jobs = sort_jobs(jobs, SORTED_ROUNDS * self.round_size)
+        sorted_jobs: list[GenerationJob] = []
         while total_tokens is None or num_generated < total_tokens:
-            size = self.round_size
-            if total_tokens is not None:
+            most = SORTED_ROUNDS * self.round_size
+            if total_tokens is not None:  # the next ones, not the shortest of many
                 mean = num_generated / len(found) if found else options.answer_tokens
-                size = min(size, math.ceil((total_tokens - num_generated) / max(1, mean)))
-            round_jobs = list(islice(jobs, size))
+                most = min(most, math.ceil((total_tokens - num_generated) / max(1, mean)))
+            sorted_jobs = sorted_jobs or sorted(islice(jobs, most), key=_prompt_length)
+            size = min(self.round_size, most)
+            round_jobs, sorted_jobs = sorted_jobs[:size], sorted_jobs[size:]
             if not round_jobs:
                 break
             texts = self._fill_shard(teacher, first, number, round_jobs, options, on_tokens)
@@ -146,6 +148,10 @@ class TextGenerator:
         return sequences
 
 
+def _prompt_length(job: GenerationJob) -> int:
+    return len(job.prompt)
+
+
 def _most_tokens(job: GenerationJob, options: DataOptions) -> int:
     return min(options.answer_tokens, options.sequence_length - len(job.prompt))
 
@@ -188,12 +194,6 @@ def plan_jobs(
         for number, source in enumerate(sources):
             is_greedy = (number + turn) % 2 == 0 and (turn < 2 or not source.is_fixed)
             yield GenerationJob(source.draw_prompt(rng), 0.0 if is_greedy else temp)
-
-
-def sort_jobs(jobs: Iterator[GenerationJob], size: int) -> Iterator[GenerationJob]:
-    """Sort every ``size`` jobs by the length of their prompts."""
-    while some := list(islice(jobs, size)):
-        yield from sorted(some, key=lambda job: len(job.prompt))
 
 
 def answer(

@@ -22,7 +22,7 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training.data import Chat, Document
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.generated_texts import sample_posterior_noise
-from mlx_redrafter.training.self_generated import GenerationJob, answer, sample, sort_jobs
+from mlx_redrafter.training.self_generated import GenerationJob, answer, sample
 from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
@@ -134,10 +134,19 @@ def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path):
     assert all(cache.load("train", number, (0,)).states is not None for number in (2, 3, 4))
 
 
-def test_prompts_of_some_rounds_are_sorted():
-    lengths = [5, 2, 9, 1, 3, 8, 4]
-    jobs = sort_jobs(iter([GenerationJob([1] * length, 0.0) for length in lengths]), 3)
-    assert [len(job.prompt) for job in jobs] == [2, 5, 9, 1, 3, 8, 4]
+@pytest.mark.parametrize(("total", "expected"), [(None, 20), (32, 4), (80, 10), (160, 20)])
+def test_the_next_prompts_are_answered_and_those_of_some_rounds_sorted(tmp_path, total, expected):
+    lengths = np.random.default_rng(5).permutation(20) + 1
+    jobs = (GenerationJob([1] * int(length), 0.0) for length in lengths)
+    target = Target(tiny_llama())
+    teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 4, ())
+    generator = TextGenerator(target, [], 0)  # every answer has 8 tokens
+    generator.round_size = 1
+    options = DataOptions(answer_tokens=8)
+    texts = generator.answer(teacher, jobs, options, total, lambda count: None)
+    found = [len(text) - 8 for text in texts]
+    windows = [sorted(lengths[first:expected][:8]) for first in range(0, expected, 8)]
+    assert found == [length for window in windows for length in window]
 
 
 def test_no_more_than_the_asked_tokens_are_written(tmp_path):
