@@ -30,7 +30,6 @@ from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
-PROMPT_TOKENS = 8
 ANSWER_TOKENS = 16
 MIN_TEXTS = 16
 TIMED_STEPS = 2
@@ -90,14 +89,16 @@ def _generate(
     num_texts: int,
     on_step: Callable[[], None],
 ) -> tuple[list[TokenSequence], float]:
-    """Let the target generate sequences of one length; also return the seconds per token."""
+    """Let the target continue texts; return sequences of one length, and the seconds per token."""
     options = request.data_options
     temps, longest = (0.0, options.temp), options.sequence_length
+    # Half of a text: the target attends to as many tokens as in the run on average.
+    half = int(mean(map(len, prompts)) + options.answer_tokens) // 2
+    length = max(1, min(half, longest - ANSWER_TOKENS))
+    begin = np.resize(np.concatenate(prompts), length).tolist()
     generator = TextGenerator(target, (), 0)  # no text ends early
-    jobs = [
-        GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
-        for i in range(min(generator.round_size, max(MIN_TEXTS, num_texts)))
-    ]
+    count = min(generator.round_size, max(MIN_TEXTS, num_texts))
+    jobs = [GenerationJob(begin, temps[i % 2]) for i in range(count)]
     times: list[tuple[float, int]] = []
 
     def on_tokens(count: int) -> None:
@@ -105,7 +106,7 @@ def _generate(
             times.append((time.perf_counter(), count))
         on_step()
 
-    kept = TeacherOutputs(target, [PROMPT_TOKENS + ANSWER_TOKENS] * len(jobs), TOP_K, layers)
+    kept = TeacherOutputs(target, [length + ANSWER_TOKENS] * count, TOP_K, layers)
     options = replace(options, answer_tokens=ANSWER_TOKENS)
     texts = generator.generate_round(jobs, options, 0, on_tokens, kept)
     tokens = np.concatenate([text.tokens for text in texts])

@@ -36,8 +36,8 @@ ORIGIN = "the model's own text"
 SELF_WRITTEN_TOKENS = 1_000_000
 # Maximum number of tokens of a question; longer ones are dropped.
 QUESTION_TOKENS = 128
-# Expected number of tokens of a question or beginning.
-MEAN_TOKENS = 32
+# Expected number of tokens of a question with those of dropped ones; SmolLM2 writes 66.
+MEAN_TOKENS = 64
 # Sampling temperature of questions and beginnings.
 QUESTION_TEMP = 1.0
 # Maximum number of written questions per kept one.

@@ -189,25 +189,26 @@ def test_a_target_that_cannot_teach_is_refused_at_once():
 
 
 def test_what_is_timed_is_like_the_run(target, monkeypatch):
-    """Texts are read that are as long as can be, and more tokens are written than begin texts."""
+    """Texts are read that are as long as can be, and go on from half of a text of the run."""
     read: list[list[int]] = []
-    written: list[tuple[int, int]] = []
+    written: list[tuple[int, int, int]] = []
 
     def note_texts(target: Target, sequences: list[Any], *_: Any) -> None:
         read.append([len(one) for one in sequences])
 
     def note_jobs(generator: Any, jobs: Any, options: DataOptions, *_: Any) -> None:
-        written.append((len(jobs), options.answer_tokens))
+        (length,) = {len(one.prompt) for one in jobs}
+        written.append((len(jobs), length, options.answer_tokens))
 
     at_call(monkeypatch, rehearsal, "read_sequences", note_texts)
     at_call(monkeypatch, rehearsal.TextGenerator, "generate_round", note_jobs)
     student = new_student(target, NetworkOptions("eagle"))
     rehearse(REHEARSED, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], 10**6, lambda *_: None)
-    assert written == [(128, 16)]
+    assert written == [(128, (9 + 256) // 2, 16)]
     assert read == [[8] * 8, [64] * 8], "the first pass is not timed"
     short = replace(REHEARSED, data_options=DataOptions(sequence_length=32))
     rehearse(short, target, student, [[1] * 9], 5000, lambda *_: None)
-    assert written[1] == (20, 16), "as many texts at once as in the run"
+    assert written[1] == (20, 16, 16), "as many texts at once as in the run"
     assert read[3] == [32] * 8
 
 
