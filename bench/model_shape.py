@@ -50,8 +50,7 @@ class ModelShape:
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Read the sizes of a model from its ``config.json``, without creating weights.
 
-    Raise `CheckpointError` if mlx-lm cannot make it, and `UnsupportedTargetError` if it cannot be
-    decoded exactly.
+    Raise `CheckpointError` if mlx-lm lacks it, `UnsupportedTargetError` if no text would be exact.
     """
     model = make_model(name, config)
     parts = find_parts(model)

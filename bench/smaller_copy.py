@@ -13,8 +13,7 @@ from mlx_redrafter.checkpoint_files import expand_home, read_config
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
 from mlx_redrafter.checks import as_mapping
 
-# Share of a 16-bit model's tokens that a copy in so many bits is assumed to choose, too; those of
-# SmolLM2-135M-Instruct.
+# Assumed share of the tokens that a copy in so many bits chooses, too: SmolLM2-135M-Instruct's.
 AGREEMENT = {4: 0.80, 8: 0.98}
 # Lengths of chains of drafts, with the token before them.
 LENGTHS = range(2, 6)

@@ -1,7 +1,6 @@
 """Interleaved timing, and medians of the samples with their uncertainty.
 
-Machines get hot and are shared. So times to compare are measured alternately in one run, and
-compared sample by sample.
+Machines get hot and are shared: samples to compare are measured in turns, and compared in pairs.
 """
 
 import time

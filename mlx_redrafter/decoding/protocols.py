@@ -82,8 +82,7 @@ class Drafting(Protocol):
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if it finds nothing; None for a network, which always proposes something. It uses the
-        tokens that the host has read, and never waits. Drafts of less than ``least`` need not be
-        found.
+        tokens that the host has read, and never waits. It may omit drafts of less than ``least``.
         """
 
     def propose(
@@ -160,8 +159,7 @@ class DraftPolicy(Protocol):
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
 
-        The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
-        delays the next step.
+        The policy may wait for the drafts; if those are shadow drafts, a wait delays the next step.
         """
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
