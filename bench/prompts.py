@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.runs import EncodedPrompt
-from mlx_redrafter.checks import parse_line, read_text
+from mlx_redrafter.checks import parse_line, read_file
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 
@@ -54,10 +54,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         rows = _read_parquet(path)
     elif suffix == ".jsonl":
         # `splitlines` also divides at characters that JSON allows in a text, such as U+2028.
-        lines = enumerate(read_text(path, "prompts").split("\n"), start=1)
+        lines = enumerate(read_file(path, "prompts").split("\n"), start=1)
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     else:
-        blocks = [block.strip() for block in read_text(path, "prompts").split("\n\n")]
+        blocks = [block.strip() for block in read_file(path, "prompts").split("\n\n")]
         rows = [{"text": block} for block in blocks if block]
     prompts = [_as_prompt(row, path, number) for number, row in enumerate(rows, start=1)]
     if not prompts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import mlx_redrafter
-from mlx_redrafter.checks import check_int, read_text
+from mlx_redrafter.checks import check_int, read_file
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
 from mlx_redrafter.cli.progress import is_talkative, prefill_progress
@@ -86,7 +86,7 @@ class GrammarOptions:
         for name, value in given.items():
             text = value
             if isinstance(value, Path):
-                text = read_text(value, "a grammar", max_bytes=MAX_GRAMMAR_BYTES)
+                text = read_file(value, "a grammar", max_bytes=MAX_GRAMMAR_BYTES)
             return getattr(mlx_redrafter.Grammar, name)(text)  # its class methods have these names
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_redrafter.checks import read_text
+from mlx_redrafter.checks import read_file
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
@@ -51,7 +51,7 @@ class PromptOptions:
     def read(self) -> str:
         """Read the prompt, from its file, or from standard input if it is ``-``."""
         if self.prompt_file is not None:
-            return read_text(self.prompt_file, "the prompt", "; --prompt - reads standard input")
+            return read_file(self.prompt_file, "the prompt", "; --prompt - reads standard input")
         if self.prompt == "-":
             try:
                 return sys.stdin.read().removeprefix("\ufeff")
