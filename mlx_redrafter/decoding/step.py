@@ -180,7 +180,7 @@ class _Step:
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
         def find_matches(one: SequenceDecoder) -> None:
-            if one.drafting and one.policy and one.last and not one.outbox.is_last_next:
+            if one.policy and one.drafting and one.last and not one.outbox.is_last_next:
                 matches[one] = one.drafting.matches(one.policy.least_chance)
 
         def choose(one: SequenceDecoder) -> None:
@@ -194,12 +194,12 @@ class _Step:
             elif one.last is one.committed:
                 one.skip_drafts()
 
-        start = time.perf_counter()
-        self._each(find_matches, self._live)
+        start, live = time.perf_counter(), self._live
+        self._each(find_matches, [one for one in live if one.drafting])
         if self._lane.policy is not None:
             found = [(one.policy, chances) for one, chances in matches.items() if one.policy]
             self._lane.policy.choose_all(found, len(self._live), time.perf_counter() - start)
-        self._each(choose, self._live)
+        self._each(choose, [one for one in live if one in matches or one.last is one.committed])
         return groups.values()
 
     def _draft(self, groups: Iterable[list[SequenceDecoder]]) -> None:
