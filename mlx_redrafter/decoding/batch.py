@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.passes import (
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
-from mlx_redrafter.decoding.sequence import SequenceDecoder, fail
+from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt, fail
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -84,8 +84,15 @@ class Batch(Lane):
             self._shrink()
 
     def step(self, sequences: Sequence[SequenceDecoder]) -> None:
-        """Run a pass for some sequences; the others rest, and those that have ended leave."""
-        step(self, sequences)
+        """Run a pass for some sequences; the others rest, and those that have ended leave.
+
+        A sequence that is cancelled before this rests, and one that is cancelled later takes part.
+        """
+        live = [one for one in sequences if not one.is_cancelled]
+        for one in self:
+            if one not in live:  # the pass overwrites the entries of its tree in flight
+                attempt(SequenceDecoder.commit, one)
+        step(self, live)
         for one in sequences:
             if one.is_finished or one.is_cancelled or one.outbox.error is not None:
                 self.leave(one)

@@ -151,9 +151,6 @@ class Scheduler:
         # A sequence that has brought tokens on its way waits until they are taken.
         moving = [one for one in active if one in batch]
         if moving and not any(one.is_ready for one in arriving if one in batch):
-            for one in [one for one in batch if one not in moving]:
-                # The next pass overwrites the entries of the tree in flight of one that rests.
-                attempt(SequenceDecoder.commit, one)
             batch.step(moving)
 
     def _move_in(self, sequence: SequenceDecoder) -> None:

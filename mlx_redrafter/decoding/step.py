@@ -94,7 +94,7 @@ def step_alone(sequence: SequenceDecoder) -> None:
     if sequence.status is Status.WAITING:
         for _ in prefill([sequence]):
             pass
-    if sequence.outbox.is_empty and not sequence.is_finished:
+    if not sequence.is_ready:
         step(ALONE, [sequence])
 
 
@@ -127,15 +127,15 @@ def decode(
         sequence.close()
 
 
-def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
-    """Decode one step of sequences that have one proposer or none; cancelled ones take no part.
+def step(lane: Lane, sequences: Sequence[SequenceDecoder]) -> None:
+    """Decode one step of sequences that have one proposer or none.
 
     Their tokens go to their outboxes, and so does an error that only one sequence has. The first
     step of a sequence yields one token, the second one none, and every further one the tokens of
     the pass that the step before has dispatched.
     """
     with mx.stream(generation_stream):
-        _Step(lane, [one for one in sequences if not one.is_cancelled]).run()
+        _Step(lane, sequences).run()
 
 
 class _Step:

@@ -1,5 +1,6 @@
 """A text that is cancelled or fails at any point ends alone; its cache holds what it yielded."""
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, device_read
+from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -117,6 +119,33 @@ def test_cancelled_by_another_thread_at_any_point(monkeypatch, kind, is_shared):
         for one in zip(caches, PROMPTS, found, strict=True):
             assert_holds(*one)
     assert num_cut > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cancelled_between_the_choice_of_a_pass_and_the_pass(monkeypatch, kind):
+    """The pass of the others overwrites the entries of its tree in flight."""
+    drafter, shape = KINDS[kind]
+    num_shared = 0
+    for number, seed in itertools.product((3, 5, 7, 9), range(6, 10)):
+        engine, steps = _engine(drafter), itertools.count(1)
+        shared, cache = engine.share(), engine.new_prompt_cache()
+        options = {**shape, "max_tokens": NUM_TOKENS, "shared": shared}
+        stream = engine.stream(PROMPTS[0], prompt_cache=cache, **options)
+        other = engine.stream(PROMPTS[1], **options)
+
+        def cancel(_: Batch, moving: Sequence[Any]) -> None:
+            nonlocal num_shared
+            if next(steps) == number:  # noqa: B023
+                num_shared += len(moving) > 1
+                stream.cancel()  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            at_call(patch, Batch, "step", cancel)
+            found, errors = read_at_random([stream, other], seed)
+        assert errors == [None] * 2
+        assert found == [EXPECTED[0][: len(found[0])], EXPECTED[1]]
+        assert_holds(cache, PROMPTS[0], found[0])
+    assert num_shared > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
