@@ -13,7 +13,9 @@ from mlx_redrafter.errors import ConfigError, explain, shown
 TEXT_ENCODING = "utf-8-sig"
 
 
-def read_file(path: Path, content: str, hint: str = "", max_bytes: float = math.inf) -> str:
+def read_file(
+    path: Path, content: str, hint: str = "; give a file", max_bytes: float = math.inf
+) -> str:
     """Read a file of text; a pipe or a device such as /dev/zero may have no end."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")

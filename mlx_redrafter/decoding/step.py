@@ -180,7 +180,7 @@ class _Step:
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
         def find_matches(one: SequenceDecoder) -> None:
-            if one.policy and one.drafting and one.last and not one.outbox.is_last_next:
+            if one.drafting and one.policy and one.last and not one.outbox.is_last_next:
                 matches[one] = one.drafting.matches(one.policy.least_chance)
 
         def choose(one: SequenceDecoder) -> None:

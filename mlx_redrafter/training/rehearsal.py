@@ -97,8 +97,8 @@ def _generate(
     length = max(1, min(half, longest - ANSWER_TOKENS))
     begin = np.resize(np.concatenate(prompts), length).tolist()
     generator = TextGenerator(target, (), 0)  # no text ends early
-    count = min(generator.round_size, max(MIN_TEXTS, num_texts))
-    jobs = [GenerationJob(begin, temps[i % 2]) for i in range(count)]
+    num_jobs = min(generator.round_size, max(MIN_TEXTS, num_texts))
+    jobs = [GenerationJob(begin, temps[i % 2]) for i in range(num_jobs)]
     times: list[tuple[float, int]] = []
 
     def on_tokens(count: int) -> None:
@@ -106,7 +106,7 @@ def _generate(
             times.append((time.perf_counter(), count))
         on_step()
 
-    kept = TeacherOutputs(target, [length + ANSWER_TOKENS] * count, TOP_K, layers)
+    kept = TeacherOutputs(target, [length + ANSWER_TOKENS] * num_jobs, TOP_K, layers)
     options = replace(options, answer_tokens=ANSWER_TOKENS)
     texts = generator.generate_round(jobs, options, 0, on_tokens, kept)
     tokens = np.concatenate([text.tokens for text in texts])

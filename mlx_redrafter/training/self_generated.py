@@ -14,7 +14,7 @@ Axes: B texts, V vocabulary.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.teacher import OnTokens, Teacher, TeacherOutputs, chunk_tokens
@@ -85,7 +86,7 @@ class TextGenerator:
             if total_tokens is not None:  # the next ones, not the shortest of many
                 mean = num_generated / len(found) if found else options.answer_tokens
                 most = min(most, math.ceil((total_tokens - num_generated) / max(1, mean)))
-            sorted_jobs = sorted_jobs or sorted(islice(jobs, most), key=_prompt_length)
+            sorted_jobs = sorted_jobs or sorted(islice(jobs, most), key=lambda job: len(job.prompt))
             size = min(self.round_size, most)
             round_jobs, sorted_jobs = sorted_jobs[:size], sorted_jobs[size:]
             if not round_jobs:
@@ -146,10 +147,6 @@ class TextGenerator:
             tokens = np.array([*job.prompt, *reply], dtype=np.int32)
             sequences.append(TokenSequence(tokens, np.arange(len(tokens)) >= len(job.prompt)))
         return sequences
-
-
-def _prompt_length(job: GenerationJob) -> int:
-    return len(job.prompt)
 
 
 def _most_tokens(job: GenerationJob, options: DataOptions) -> int:
@@ -276,12 +273,12 @@ def _read_prompts(
             mx.eval([cache.state for cache in caches])
             on_pass()
 
-    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
-    common, caches = [tokens[0] for tokens in same], make_prompt_cache(target.model)
-    read(caches, range(len(prompts)), common, 0)
+    # What the least and the greatest list begin with, all begin with.
+    num_common, caches = num_same(min(prompts), max(prompts)), make_prompt_cache(target.model)
+    read(caches, range(len(prompts)), prompts[0][:num_common], 0)
     single = [deepcopy(caches) for _ in prompts]
     for number, prompt in enumerate(prompts):
-        read(single[number], [number], prompt, len(common))
+        read(single[number], [number], prompt, num_common)
     if not can_batch(target.model):
         (alone,) = single
         return alone

@@ -70,9 +70,9 @@ def test_bad_lines_are_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_prompts(path)
-    with pytest.raises(ConfigError, match=r"none.txt: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.txt: No such file"):
         read_prompts(tmp_path / "none.txt")
-    with pytest.raises(ConfigError, match=r"expected a file with prompts, .* /dev/zero"):
+    with pytest.raises(ConfigError, match=r"expected a file with prompts, .* /dev/zero; give a"):
         read_prompts(Path("/dev/zero"))
 
 

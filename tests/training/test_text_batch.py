@@ -77,8 +77,9 @@ def test_every_text_has_its_own_temperature():
     np.testing.assert_allclose(shares[2], np.array([36, 9, 1]) / 46, atol=0.05)
 
 
+@pytest.mark.parametrize("num_common", [0, 22])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name):
+def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name, num_common):
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
     monkeypatch.setattr(
         "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
@@ -87,13 +88,13 @@ def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))
     rng = np.random.default_rng(1)
-    common = rng.integers(8, 60, 22).tolist()  # read once
+    common = rng.integers(8, 60, num_common).tolist()  # read once
     jobs = [
         GenerationJob(common + rng.integers(8, 60, length).tolist(), temp)
         for length, temp in ((1, 0.0), (13, 0.8), (4, 0.8), (23, 0.0), (2, 0.8))
     ]
     generator = TextGenerator(target, [STOP, 9, 11], 0)
-    options = DataOptions(answer_tokens=40, sequence_length=72)
+    options = DataOptions(answer_tokens=40, sequence_length=50 + num_common)
     texts = generator.answer(teacher, iter(jobs), options, None, lambda count: None)
     assert len({len(text) for text in texts}) > 1
     kept = teacher.cache.load("train", 0, (1, 2))

@@ -79,10 +79,10 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
             "quantised; start from the drafter it was made from"
         )
     network.check_fit(target, tokenizer)
-    if network.config.vocab_size != target.vocab_size:  # decoding needs none of the others
+    if network.config.vocab_size != target.vocab_size:  # the loss reads the rows of all token ids
         raise ConfigError(
             f"expected a drafter of {target.vocab_size} token ids to train for this model, found "
-            f"one of {network.config.vocab_size} in {path_or_repo}; train without start_from"
+            f"one of {network.config.vocab_size} in {path_or_repo}; train a new one"
         )
     network.set_dtype(mx.float32)
     mx.eval(network.parameters())
