@@ -273,7 +273,7 @@ def _read_prompts(
             mx.eval([cache.state for cache in caches])
             on_pass()
 
-    # What the least and the greatest list begin with, all begin with.
+    # All of them begin as the least and the greatest list do.
     num_common, caches = num_same(min(prompts), max(prompts)), make_prompt_cache(target.model)
     read(caches, range(len(prompts)), prompts[0][:num_common], 0)
     single = [deepcopy(caches) for _ in prompts]
