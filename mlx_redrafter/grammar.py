@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.checks import check_instance, check_int
@@ -24,6 +26,9 @@ MAX_RULES = 500
 # Maximum number of patterns that one text may have to match: with each, the time and memory of
 # llguidance may double, whatever its limits are. 16 took 0.1 s, and 40 nine minutes and 20 GB.
 MAX_PATTERNS = 16
+# Maximum number of a `multipleOf`, except for powers of ten: llguidance has a state for every
+# remainder. 99,991 took 1 s, 604,800 3.5 s, and 50,000,017 more than 95 s and 2.8 GB.
+MAX_MULTIPLE = 10_000
 # Keywords of a JSON schema that add a pattern.
 PATTERNS = frozenset({"pattern", "format"})
 # Keywords whose schemas hold for the same value as the other keywords next to them.
@@ -125,11 +130,14 @@ class LateGrammar:
 def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """Return a term of Lark's format that requires JSON which fits a JSON schema.
 
-    ``lenient`` leaves out keywords that llguidance does not support, and patterns if there are too
-    many. Raise `ConfigError` if the schema is malformed or too large.
+    ``lenient`` leaves out keywords that llguidance does not support, and patterns and multiples if
+    there are too many. Raise `ConfigError` if the schema is malformed or too large.
     """
-    if lenient and _count_joined(schema) > MAX_PATTERNS:
-        schema = leave_out(schema, lambda key, one: key in PATTERNS and isinstance(one, str))
+    if lenient and _describe_slow(schema):
+        hard = {*PATTERNS, "multipleOf"}
+        schema = leave_out(
+            schema, lambda key, one: key in hard and isinstance(one, str | float | int)
+        )
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -145,18 +153,15 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
     _check_size(text, text.count('"$ref"'), "references")
-    if (count := _count_joined(values)) > MAX_PATTERNS:
-        raise ConfigError(
-            f"grammar must have at most {MAX_PATTERNS} different patterns and formats if schemas "
-            "are combined, as by allOf or by a reference beside other keywords; found "
-            f"{count}, leave some out"
-        )
+    if problem := _describe_slow(values):
+        raise ConfigError(f"grammar must have {problem}; leave some out")
     return text
 
 
-def _count_joined(schema: Any) -> int:
-    """Count the patterns that may have to hold for one value, at most; 0 if none are joined."""
+def _describe_slow(schema: Any) -> str:
+    """Describe what llguidance would need too long for, if anything: "" if nothing."""
     patterns: set[tuple[str, str]] = set()
+    multiples: set[int] = set()
     is_joined, unread = False, [schema]
     while unread:
         one = unread.pop()
@@ -166,10 +171,28 @@ def _count_joined(schema: Any) -> int:
             has_many = isinstance(branches, list) and len(branches) > 1
             is_joined |= has_many or (bool(found) and len(one.keys() - SILENT) > 1)
             patterns |= {(key, one[key]) for key in PATTERNS if isinstance(one.get(key), str)}
+            multiples |= {_without_point(one.get("multipleOf"))}
             unread += one.values()
         elif isinstance(one, list):
             unread += one
-    return len(patterns) if is_joined else 0
+    where = "if schemas are combined, as by allOf or by a reference beside other keywords"
+    if is_joined and len(patterns) > MAX_PATTERNS:
+        kinds = f"at most {MAX_PATTERNS} different patterns and formats"
+        return f"{kinds} {where}, found {len(patterns)}"
+    hard = [one for one in multiples if str(one).rstrip("0") != "1"]
+    if hard and (math.prod(multiples) if is_joined else max(hard)) > MAX_MULTIPLE:
+        return (
+            f"a power of ten or at most {MAX_MULTIPLE} as multipleOf, or as their product {where}"
+        )
+    return ""
+
+
+def _without_point(number: Any) -> int:
+    """Return a number without the decimal point that it needs; 1 for what is no positive number."""
+    if type(number) not in (int, float) or not 0 < number < math.inf:
+        return 1
+    value = Decimal(repr(number)).normalize()
+    return int(value.scaleb(max(0, -int(value.as_tuple().exponent))))
 
 
 def leave_out(schema: Any, is_dropped: Callable[[str, Any], bool]) -> Any:

@@ -192,6 +192,12 @@ HOSTILE: dict[str, tuple[str, Any]] = {
         "at most 16 different patterns",
         {"allOf": [{"type": "object", "properties": {"x": one}} for one in _PATTERNS]},
     ),
+    "a large multiple": ("a power of ten or at most 10000", {"multipleOf": 50000017}),
+    "a long multiple": ("a power of ten or at most 10000", {"multipleOf": 604.8003}),
+    "joined multiples": (
+        "a power of ten or at most 10000",
+        {"allOf": [{"multipleOf": 9973}, {"multipleOf": 1e6}]},
+    ),
     "a chain of patterns": (
         "at most 16 different patterns",
         reduce(lambda inner, one: {**one, "allOf": [inner]}, _PATTERNS),
@@ -211,8 +217,15 @@ def test_patterns_of_different_values_are_free():
     properties: dict[str, Any] = {f"p{i}": one for i, one in enumerate(_PATTERNS)}
     properties["pattern"] = {"anyOf": [_PATTERNS[1], {"type": "null"}], "default": None}
     Grammar.json_schema({"type": "object", "properties": properties})
-    term = lark_json({"type": "object", "properties": {"x": {"allOf": _PATTERNS}}}, lenient=True)
-    Grammar.lark(f"start: {term}")
+    for many in (_PATTERNS, [{"multipleOf": 10**7 + 19}]):
+        term = lark_json({"type": "object", "properties": {"x": {"allOf": many}}}, lenient=True)
+        Grammar.lark(f"start: {term}")
+
+
+@pytest.mark.parametrize("number", [7, 86.4, 0.01, 10**9, 9973])
+def test_small_multiples_and_powers_of_ten_are_allowed(number):
+    for schema in ({"multipleOf": number}, {"allOf": [{"multipleOf": number}, {"minimum": 1}]}):
+        Grammar.json_schema(schema).matcher(TOKENIZER, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("make", [Grammar.regex, Grammar.lark])
