@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.decoding.processors import LogitsProcessor
+from mlx_redrafter.engine.prompt_encoding import limit_text
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters
@@ -143,7 +144,11 @@ class Job:
 
     def _begin(self, tokens: list[int], prefix: Prefix, index: int) -> ResponseStream:
         request, seed = self.request, self.request.options.seed
-        options = replace(request.options, seed=None if seed is None else (seed + index) % 2**32)
+        options = replace(
+            request.options,
+            seed=None if seed is None else (seed + index) % 2**32,
+            max_tokens=limit_text(request.options.max_tokens, self.model.context - len(tokens)),
+        )
         return self.model.engine.stream(
             tokens[prefix.length :],
             prompt_cache=prefix.cache,

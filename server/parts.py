@@ -136,12 +136,19 @@ class Answer:
         )
         if self._request.top_logprobs is not None and response.finish_reason != "stop":
             part.logprobs = [self._read_logprobs(response, self._request.top_logprobs)]
-        pending = self._stopping[3]
-        self._stopping, segments = TextStateMachine.split(self._stopping, response.text)
+        pending, added = self._stopping[3], response.text
+        echoes = getattr(self._request, "echoes", False)
+        is_first = part.num_tokens == 1 and (echoes or part.logprobs)
+        if is_first and self._loses_blank(response.token):
+            if echoes:  # the prompt stands before it
+                added = " " + added
+            else:
+                part.logprobs = [one._replace(text=one.text[1:]) for one in part.logprobs]
+        self._stopping, segments = TextStateMachine.split(self._stopping, added)
         text = "".join(text for _, text in segments)
         is_stopped = self._stopping[0] is None
         if is_stopped:
-            seen = pending + response.text
+            seen = pending + added
             found = [stop for stop in reversed(self._request.stops) if stop in seen]
             part.stop = min(found, key=lambda stop: seen.find(stop) + len(stop))
         part.finish_reason = "stop" if is_stopped else response.finish_reason
@@ -225,7 +232,9 @@ class Answer:
         """Return a part that repeats a prompt, given the scores of all but its first token."""
         part = Part(self._index, False, 0, 0, 0, 0, content=text)
         if self._request.top_logprobs is not None:
-            part.logprobs = [self._name(first, 0.0)._replace(logprob=None)]
+            name = self._name(first, 0.0).text
+            name = name if text.startswith(name) else name.removeprefix(" ")
+            part.logprobs = [TokenLogprob(name, None)]
             for chosen, top in scores:
                 others = tuple(self._name(*one) for one in top)
                 part.logprobs.append(self._name(*chosen)._replace(top=others))
@@ -256,6 +265,13 @@ class Answer:
         detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text[before:]
+
+    def _loses_blank(self, token: int) -> bool:
+        """Return whether the tokenizer leaves out the blank of a text's first token."""
+        detokenizer = self._tokenizer.detokenizer
+        detokenizer.add_token(token)
+        detokenizer.finalize()
+        return self._decode(token)[:1] == " " != detokenizer.text[:1]
 
     @cached_property
     def _letter(self) -> list[int]:

@@ -11,7 +11,6 @@ from mlx_redrafter.engine.prompt_encoding import (
     check_prompt,
     encode_chat,
     encode_prompt,
-    limit_text,
 )
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
@@ -81,16 +80,16 @@ class CompletionRequest(TextRequest):
 
 
 def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest, list[list[int]]]:
-    """Check a request against the model, and end its texts where the context ends.
+    """Check a request against the model.
 
-    ``context`` is the maximum number of tokens of a prompt and its text. Return the request
-    with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of its prompts.
-    Refuse what needs more context, or a chat template, tools or grammars that the model lacks.
+    ``context`` is the maximum number of tokens of a prompt and its text. Return the request with
+    ``top_k`` within the model's vocabulary, and the token ids of its prompts. Refuse what needs
+    more context, or a chat template, tools or grammars that the model lacks.
     """
     target = engine.target
     prompts = encode(request, engine, context)
-    longest = max(map(len, prompts))
-    if longest >= context:
+    longest, is_text = max(map(len, prompts)), not getattr(request, "ends_there", False)
+    if longest + is_text > context:
         raise ContextExceeded(request.param, longest, context, request.options.max_tokens)
     try:
         for prompt in prompts:
@@ -104,10 +103,10 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
         )
     tools = request.tools if isinstance(request, ChatRequest) else None
     grammar = make_grammar(engine, prompts[0], tools, request.format)
-    options, left = request.options, context - longest
-    changed: dict[str, Any] = {"top_k": 0} if (options.top_k or 0) >= target.vocab_size else {}
-    changed["max_tokens"] = limit_text(options.max_tokens, left)
-    return replace(request, options=replace(options, **changed), grammar=grammar), prompts
+    options = request.options
+    if (options.top_k or 0) >= target.vocab_size:
+        options = replace(options, top_k=0)
+    return replace(request, options=options, grammar=grammar), prompts
 
 
 def encode(request: TextRequest, engine: Engine, context: int) -> list[list[int]]:

@@ -47,7 +47,8 @@ class Worker(threading.Thread):
             if self._is_stopped:
                 raise _shutting_down()
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
-            if len(self._waiting) >= self._limits.max_waiting:
+            limits, idle = self._limits, self._limits.max_running - len(self._running)
+            if len(self._waiting) >= limits.max_waiting + max(0, idle):
                 raise Refusal(
                     f"the queue is full, with {len(self._waiting)} waiting; try again later",
                     status=429,

@@ -4,6 +4,7 @@ Templates want one system message at the beginning, and turns that alternate. So
 beginning become one message, later ones a user's text, and texts of one role in a row one message.
 """
 
+import json
 from collections import defaultdict
 from typing import Any
 
@@ -13,6 +14,18 @@ from mlx_redrafter.server.refusals import Refusal
 ROLES = ("user", "assistant", "system", "developer")
 # Text between two texts that become one message.
 BREAK = "\n\n"
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call; what is no object, such as cut ones, is shown as an argument.
+
+    So an agent may go on after such a call, and tell the model what was wrong.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
 
 
 class Conversation:

@@ -4,13 +4,13 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from mlx_lm.server import process_message_content
 from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
+from mlx_redrafter.server.protocols.conversation import read_arguments
 from mlx_redrafter.server.protocols.openai_fields import choose_tools, read_common
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
 from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
@@ -124,12 +124,6 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     messages = list(map(_read_message, fields.each("messages")))
     if not messages:
         raise Refusal("messages must be a list of at least one message", "messages")
-    try:
-        process_message_content(messages)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(
-            f"messages must have JSON as the arguments of tool calls: {error}", "messages"
-        ) from error
     return messages
 
 
@@ -141,8 +135,9 @@ def _read_message(fields: Fields) -> dict[str, Any]:
     found["content"] = "".join(fields.texts("content"))
     for call in fields.each("tool_calls"):
         function = call.typed("function", dict)
-        if function and not function.get("arguments"):  # those of a call without any
-            function["arguments"] = {}
+        arguments = (function or {}).get("arguments") or "{}"
+        if function and isinstance(arguments, str):
+            function["arguments"] = read_arguments(arguments)
     if role == "developer":  # OpenAI's newer word, which templates do not know
         found["role"] = "system"
     reasoning = fields.typed("reasoning", str)

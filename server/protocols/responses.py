@@ -1,6 +1,5 @@
 """OpenAI's ``/v1/responses``: items instead of messages, and answers that clients may continue."""
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, event, respond
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.conversation import ROLES, Conversation
+from mlx_redrafter.server.protocols.conversation import ROLES, Conversation, read_arguments
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import (
     IGNORED,
@@ -224,10 +223,7 @@ class ResponseWriter(BlockWriter):
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._repeated["store"]:
-            # No template could show the arguments of a call that is cut.
-            calls = ("function_call", "incomplete")
-            kept = [one for one in self._output if (one["type"], one["status"]) != calls]
-            self._stored.keep(response, [*self._items, *kept])
+            self._stored.keep(response, [*self._items, *self._output])
         return response
 
     @property
@@ -287,7 +283,7 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
             texts = [part.typed("text", str) or "" for part in parts]
             conversation.add_reasoning("\n".join(texts))
         elif kind == "function_call":
-            arguments = _read_arguments(fields)
+            arguments = read_arguments(fields.typed("arguments", str) or "{}")
             conversation.add_call(fields.word("call_id"), fields.word("name"), arguments)
         elif kind == "function_call_output":
             text = "\n".join(fields.texts("output", is_required=True))
@@ -299,17 +295,6 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
     if not conversation.messages:
         raise Refusal("input must have at least one item", "input")
     return conversation.messages
-
-
-def _read_arguments(fields: Fields) -> dict[str, Any]:
-    text = fields.typed("arguments", str) or "{}"
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise fields.refusal("arguments", "an object as JSON", text)
-    return arguments
 
 
 def _read_reasoning(fields: Fields) -> tuple[str | None, dict[str, Any]]:

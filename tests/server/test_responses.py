@@ -50,6 +50,19 @@ def test_a_call_and_its_result_in_a_stored_conversation(client):
             client.responses.retrieve(response_id)
 
 
+def test_a_conversation_goes_on_after_a_call_that_is_cut(client):
+    asked = {**ASKED, "tools": [TOOL], "tool_choice": "required"}
+    answers = (client.responses.create(**asked, max_output_tokens=n) for n in range(8, 80, 4))
+    cut = next(one for one in answers if one.output and one.output[0].type == "function_call")
+    (call,) = cut.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "No JSON."}
+    stored = client.responses.create(model="tiny", previous_response_id=cut.id, input=[result])
+    question = {"role": "user", "content": ASKED["input"]}
+    sent = client.responses.create(model="tiny", input=[question, call.model_dump(), result])
+    assert stored.usage.input_tokens == sent.usage.input_tokens > cut.usage.input_tokens
+
+
 def test_a_stream_is_the_same_response(client):
     for options, kind in ({}, "message"), ({"tools": [TOOL]}, "function_call"):
         whole = client.responses.create(**ASKED, **options)

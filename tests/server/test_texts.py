@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import load, stream_generate
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.job import Job
@@ -28,7 +28,7 @@ from mlx_redrafter.server.protocols.openai_completions import read as read_promp
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
-from tests.server.serving import Served, make_engine
+from tests.server.serving import Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -284,3 +284,38 @@ def test_a_prompt_alone_is_scored(served):
     assert served.send("/v1/completions", {**body, "echo": False})[0] == 400
     again = served.send("/v1/completions", body)[1]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "nothing continues it"
+    full = {**body, "prompt": [7] * 512}
+    assert served.send("/v1/completions", full)[0] == 200, "it needs no room for an answer"
+    assert served.send("/v1/completions", {**full, "max_tokens": 1})[0] == 400
+
+
+def test_every_text_of_a_request_may_fill_the_context(served):
+    prompts = [[7], [7] * 500]
+    _, both = served.send("/v1/completions", {"prompt": prompts, "max_tokens": 60})
+    alone = [
+        served.send("/v1/completions", {"prompt": prompt, "max_tokens": 60})[1]
+        for prompt in prompts
+    ]
+    assert [one["choices"][0]["text"] for one in alone] == [one["text"] for one in both["choices"]]
+    assert [one["usage"]["completion_tokens"] for one in alone] == [60, 12]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Any:
+    with serving(Engine(*load())) as one:
+        yield one
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["It cost 5, he said", "Once upon a"])
+def test_tokens_stand_where_the_text_has_them(bundled, prompt, echo):
+    """Its tokenizer leaves out the blank at the beginning of a text."""
+    body = {"prompt": prompt, "max_tokens": 8, "logprobs": 0, "echo": echo}
+    (choice,) = bundled.send("/v1/completions", body)[1]["choices"]
+    tokens = encode_prompt(bundled.engine.tokenizer, prompt)
+    written = [one.token for one in _responses(bundled, prompt, max_tokens=8)]
+    whole = bundled.engine.tokenizer.decode([*tokens, *written])
+    assert choice["text"] == (whole if echo else whole.removeprefix(prompt).removeprefix(" "))
+    found = choice["logprobs"]
+    for token, start in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][start:].startswith(token)
