@@ -33,6 +33,9 @@ from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 # Nodes that an idle slot may cost, if half of the slots are, before those are given up. A sequence
 # that comes before then finds a free slot, so that nobody's K/V entries are moved.
 PATIENCE = 4
+# Logits of sequences whose processors return another dtype, such as float32 for bfloat16: rounded,
+# as beside others, they would have ties that they have not alone.
+Promoted = dict[SequenceDecoder, mx.array]
 # Root of a slot without a sequence, made once.
 _IDLE = mx.array([0], dtype=mx.int32)
 
@@ -136,14 +139,15 @@ class Batch(Lane):
                 sequence.cache.commit(range(one.size))
                 if one.size > 1 and outputs.states is not None:
                     read_states(sequence, outputs.states[self._number(sequence), : one.size - 1])
-        outputs = self._process(inputs, outputs)
+        outputs, promoted = self._process(inputs, outputs)
         inputs = {one: drafts for one, drafts in inputs.items() if one.outbox.error is None}
         found: dict[SequenceDecoder, Part] = {}
-        for group in _sampled_alike(inputs, noises):
+        alike = {one: drafts for one, drafts in inputs.items() if one not in promoted}
+        for group in _sampled_alike(alike, noises):
             results = self._sample(group, noises, outputs, trees)
             found |= {one: (results, number) for number, one in enumerate(group)}
         alone = {one: drafts for one, drafts in inputs.items() if one not in found}
-        return found | self._sample_alone(alone, outputs)
+        return found | self._sample_alone(alone, outputs, noises, promoted)
 
     def _number(self, sequence: SequenceDecoder) -> int:
         return self._slots[sequence].number
@@ -159,19 +163,23 @@ class Batch(Lane):
             return TreeBatch(drafts, tokens=roots_of(newest)[:, None])
         return TreeBatch(drafts)
 
-    def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Part]:
+    def _sample_alone(
+        self, inputs: Inputs, outputs: TargetOutputs, noises: Noises, promoted: Promoted
+    ) -> dict[SequenceDecoder, Part]:
         found: dict[SequenceDecoder, Part] = {}
         for sequence, one in inputs.items():
             own = outputs.of(self._number(sequence)).of(slice(*_sampled_nodes(one)))
+            own = own._replace(logits=promoted.get(sequence, own.logits))
             try:
-                found[sequence] = sequence.choose(one, own, None), 0
+                found[sequence] = sequence.choose(one, own, noises.get(sequence)), 0
             except Exception as error:
                 sequence.outbox.fail(error)
         return found
 
-    def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
+    def _process(self, inputs: Inputs, outputs: TargetOutputs) -> tuple[TargetOutputs, Promoted]:
         """Apply the logits processors and grammars of the sequences that have any."""
         rows: list[mx.array] = []
+        promoted: Promoted = {}
         for sequence, one in inputs.items():
             if sequence.processors is None:
                 continue
@@ -183,10 +191,11 @@ class Batch(Lane):
             except BaseException as error:  # of the user's processors or of a grammar
                 fail([sequence], error)
                 continue
-            rows[slot] = mx.concatenate(
-                [logits[:start], processed.astype(logits.dtype), logits[end:]]
-            )
-        return outputs._replace(logits=mx.stack(rows)) if rows else outputs
+            if processed.dtype != logits.dtype:
+                promoted[sequence] = processed
+                continue
+            rows[slot] = mx.concatenate([logits[:start], processed, logits[end:]])
+        return outputs._replace(logits=mx.stack(rows)) if rows else outputs, promoted
 
     def _sample(
         self,

@@ -77,11 +77,11 @@ class TokenSampler(ABC):
             num_levels: Bound above all depths, L.
         """
 
-    def commit(self, num_choices: mx.array | int) -> None:  # noqa: B027
-        """Keep the first choices of the last `sample` along the path, and forget the others.
+    def commit(self, num_choices: int) -> None:  # noqa: B027
+        """Keep the first choices of the last `sample` along the path, and forget the others."""
 
-        Their number is an int, or int32 of shape (1,).
-        """
+    def go_back(self, num_choices: int) -> None:  # noqa: B027
+        """Leave what there is after so many choices in all, of the last two passes."""
 
 
 class GumbelNoise(NamedTuple):
@@ -270,7 +270,11 @@ class StockSampler(TokenSampler):
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self._keys = mx.zeros((0, 2), dtype=mx.uint32)
+        # Choices before the newest pass, and those of it that count.
+        self._num_before = self._num_chosen = 0
+        # Random states before each level of a pass and after the last one, by the choices before
+        # it: the newest pass and the one before.
+        self._keys: dict[int, mx.array] = {}
 
     def sample(
         self,
@@ -286,15 +290,23 @@ class StockSampler(TokenSampler):
             keys.append(random_state())
             self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
         keys.append(random_state())
-        self._keys = mx.stack(keys)
+        states, before = mx.stack(keys), self._num_before
         for node in range(1, log_probs.shape[0]):
             assert depths is not None
-            chosen.append(self._sample(log_probs[node : node + 1], self._keys[depths[node]]))
+            chosen.append(self._sample(log_probs[node : node + 1], states[depths[node]]))
+        self._num_before += self._num_chosen
+        kept = {before: self._keys[before]} if self._num_chosen else {}
+        self._keys = {**kept, self._num_before: states}
         self.commit(1)
         return mx.concatenate(chosen)
 
-    def commit(self, num_choices: mx.array | int) -> None:
-        _set_random_state(self._keys[num_choices].reshape(2))
+    def commit(self, num_choices: int) -> None:
+        self._num_chosen = num_choices
+        self.go_back(self._num_before + num_choices)
+
+    def go_back(self, num_choices: int) -> None:
+        first = max(one for one in self._keys if one <= num_choices)
+        _set_random_state(self._keys[first][num_choices - first])
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)

@@ -6,8 +6,10 @@ again. A sequence moves with its K/V entries, and its tokens are the same wherev
 Prompts are processed in chunks between the steps of the sequences that have begun.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
@@ -34,6 +36,11 @@ class Scheduler:
         # Those of them whose prompts are not processed yet, and the chunks of some of them.
         self._unread: list[SequenceDecoder] = []
         self._chunks: Iterator[list[SequenceDecoder]] = iter(())
+        # Sequences to close before the next pass. The garbage collector may end a stream amid a
+        # pass of others, or in another thread.
+        self._gone: list[SequenceDecoder] = []
+        self._owner: threading.Thread | None = None
+        self._is_busy = False
         # Time until which the others go on.
         self._next_chunk = 0.0
         self._others_wait = False
@@ -70,7 +77,13 @@ class Scheduler:
 
         If ``others_wait``, sequences of other schedulers wait for their next tokens.
         """
-        self._others_wait = others_wait
+        self._others_wait, self._owner = others_wait, threading.current_thread()
+        with self._busy():
+            while self._gone:
+                attempt(self._close, self._gone.pop())
+            self._advance()
+
+    def _advance(self) -> None:
         ended = self._process_chunk()
         for group in list(self._arrivals):
             if not any(one in self._unread for one in group):
@@ -84,12 +97,33 @@ class Scheduler:
                 fail(active, error)
 
     def leave(self, sequence: SequenceDecoder) -> None:
-        """Let a sequence go, for whatever reason; its caches are its own again."""
+        """Let a sequence go, for whatever reason, and close it; its caches are its own again."""
+        owner, here = self._owner, threading.current_thread()
+        if self._is_busy or (owner is not None and owner is not here and owner.is_alive()):
+            sequence.cancel()
+            self._gone.append(sequence)
+            return
+        with self._busy():
+            self._close(sequence)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Let nothing else change the batch meanwhile."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _close(self, sequence: SequenceDecoder) -> None:
         for group in (self._begun, self._unread, *self._arrivals):
             if sequence in group:
                 group.remove(sequence)
-        if sequence in self.batch:
-            self.batch.leave(sequence)
+        try:
+            if sequence in self.batch:
+                self.batch.leave(sequence)
+        finally:
+            sequence.close()
 
     @property
     def _active(self) -> list[SequenceDecoder]:

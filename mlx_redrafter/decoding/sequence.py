@@ -26,6 +26,7 @@ from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.hooks import is_verifying
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -237,15 +238,17 @@ class SequenceDecoder:
         # A cache holds the K/V entry of the root of a tree in flight beyond the committed ones.
         has_root = last is not None and last.has_path and not is_committed
         try:
-            if last is not None and is_committed and is_whole:
+            # A stream that is garbage may be closed amid another one's pass.
+            if last is not None and is_whole and not is_verifying():
+                is_all = is_committed and num_taken == self.outbox.num_tokens
                 with mx.stream(generation_stream):
-                    self.skip_drafts()
-                    if num_taken == self.outbox.num_tokens:
-                        # Process the last token, and leave the random state of plain decoding.
-                        if self.outbox.num_cut == 0:
-                            self.advance(last.root)
-                        else:
-                            self.sampler.commit(len(last.tokens) - self.outbox.num_cut + 1)
+                    if is_committed:
+                        self.skip_drafts()
+                    # Process the last token, and leave the random state of plain decoding.
+                    if is_all and self.outbox.num_cut == 0:
+                        self.advance(last.root)
+                    else:
+                        self.sampler.go_back(num_taken + 1)
         finally:
             # After an interruption the cache may lack entries of tokens that were taken.
             length = min(self.outbox.end_of_prompt + num_taken, self.cache.length + has_root)

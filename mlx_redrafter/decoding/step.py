@@ -101,12 +101,12 @@ def step_alone(sequence: SequenceDecoder) -> None:
 def decode(
     sequence: SequenceDecoder,
     step_on: Callable[[SequenceDecoder], None] = step_alone,
-    leave: Callable[[SequenceDecoder], None] = lambda sequence: None,
+    leave: Callable[[SequenceDecoder], None] = SequenceDecoder.close,
 ) -> Iterator[Token]:
     """Yield the tokens of a sequence, and close it however decoding ends.
 
-    ``step_on`` decodes until the sequence is ready, such as `Scheduler.step`. ``leave`` is called
-    before the sequence is closed, such as `Scheduler.leave`. NaN raises NonFiniteError.
+    ``step_on`` decodes until the sequence is ready, such as `Scheduler.step`; ``leave`` closes it,
+    such as `Scheduler.leave`. NaN raises NonFiniteError.
     """
     try:
         while not sequence.is_cancelled and (
@@ -124,7 +124,6 @@ def decode(
         raise
     finally:
         leave(sequence)
-        sequence.close()
 
 
 def step(lane: Lane, sequences: Sequence[SequenceDecoder]) -> None:

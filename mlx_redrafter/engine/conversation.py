@@ -21,6 +21,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.caches.tree_cache import parts_of
 
 # Minimum room for an answer, as a share of the context.
 LEAST_ROOM = 0.25
@@ -143,8 +144,10 @@ class Conversation:
         """Trim the cache to the prefix that it shares with a text, and return its length."""
         num_kept = min(num_same(self._tokens, tokens), len(tokens) - 1)
         num_gone = len(self._tokens) - num_kept
-        # Neither the cache of a sliding window nor a recurrent state can go back.
-        if num_gone and not can_trim_prompt_cache(self._cache):
+        # Neither the cache of a sliding window nor a recurrent state can go back, nor one of chunks
+        # whose oldest entries are gone, whatever mlx-lm says of it.
+        has_gone = any(getattr(layer, "start_position", 0) for layer in parts_of(self._cache))
+        if num_gone and (has_gone or not can_trim_prompt_cache(self._cache)):
             self._cache, num_kept = self._engine.new_prompt_cache(), 0
         else:
             trim_prompt_cache(self._cache, num_gone)

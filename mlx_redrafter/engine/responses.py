@@ -143,9 +143,8 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
         """End the text, from the thread that reads it."""
         self._responses.close()
         if not self.is_closed:  # nobody has read it
-            if self._scheduler is not None:
-                self._scheduler.leave(self._sequence)
-            self._sequence.close()
+            leave = SequenceDecoder.close if self._scheduler is None else self._scheduler.leave
+            leave(self._sequence)
 
     def read_ready(self) -> Iterator[GenerationResponse | None]:
         """Yield the responses, and None while the next one waits for a `Scheduler.advance`."""
@@ -263,7 +262,6 @@ class BatchStream(Iterator[BatchResponse]):
     def _end(self, sequence: SequenceDecoder) -> None:
         del self._live[sequence]
         self._scheduler.leave(sequence)
-        sequence.close()
 
 
 class CacheLocks:

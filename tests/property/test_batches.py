@@ -237,6 +237,24 @@ def test_streams_that_share_their_passes(drafter, shape):
                 assert mx.allclose(rows, stock_rows, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 4}, TREE], ids=str)
+def test_processors_that_promote_a_dtype(options):
+    """Rounded to that of the other logits, the processed ones would have more ties."""
+    model = tiny_llama(seed=1, vocab_size=VOCAB_SIZE)
+    model.set_dtype(mx.bfloat16)
+
+    def shrink(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits.astype(mx.float32) / (1 + 0.001 * (tokens.sum() % 7))
+
+    engine = Engine(model, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if options is TREE else None)
+    asked = {"max_tokens": 40, "logits_processors": [shrink], **options}
+    alone = [[one.token for one in engine.stream(prompt, **asked)] for prompt in _prompts(6)]
+    shared = engine.share()
+    streams = [engine.stream(prompt, shared=shared, **asked) for prompt in _prompts(6)]
+    found = zip(*([one.token for one in turn] for turn in zip(*streams, strict=True)), strict=True)
+    assert list(map(list, found)) == alone
+
+
 def test_prompts_share_passes_until_they_end(monkeypatch):
     engine = Engine(MODEL, TOKENIZER, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)

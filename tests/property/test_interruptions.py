@@ -1,8 +1,10 @@
 """A text that is cancelled or fails at any point ends alone; its cache holds what it yielded."""
 
+import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -265,3 +267,50 @@ def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda number: list(work(number)), range(4))) == [expected] * 4
+
+
+class Client:
+    """An object in a reference cycle, which only the garbage collector ends, with its stream."""
+
+    def __init__(self, stream: ResponseStream):
+        self.itself, self.stream = self, stream
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["amid a pass", "in another thread"])
+def test_streams_that_are_garbage_disturb_no_other(kind, where):
+    drafter, options = KINDS[kind]
+    engine = _engine(drafter)
+    scheduler, layers = engine.share(), engine.new_prompt_cache()
+    gone: list[weakref.ref[Client]] = []
+
+    def collect(*given: Any) -> Any:
+        if where == "amid a pass":
+            gc.collect()
+        return given[-1]
+
+    def begin(**more: Any) -> ResponseStream:
+        return engine.stream(PROMPTS[0], shared=scheduler, max_tokens=NUM_TOKENS, **options, **more)
+
+    gc.disable()
+    try:
+        stream = begin(logits_processors=[collect])
+        tokens = [next(stream).token]
+        while True:
+            client = Client(begin(prompt_cache=layers if not gone else None))
+            next(client.stream)
+            gone.append(weakref.ref(client))
+            del client
+            if where != "amid a pass":
+                thread = threading.Thread(target=gc.collect)
+                thread.start()
+                thread.join()
+            response = next(stream, None)
+            if response is None:
+                break
+            tokens.append(response.token)
+    finally:
+        gc.enable()
+    assert tokens == EXPECTED[0]
+    assert gone[0]() is None
+    assert_holds(layers, PROMPTS[0], EXPECTED[0][:1])

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_redrafter.engine import engine, generation
@@ -16,7 +17,14 @@ from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
 from tests.helpers import equality
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, plain_tokens, stock_tokens, tokens
+from tests.helpers.equality import (
+    assert_same_tokens,
+    ids,
+    plain_tokens,
+    stock_tokens,
+    stream,
+    tokens,
+)
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.decoding.test_parts import random_state
 
@@ -168,6 +176,26 @@ def test_stock_samplers_and_processors(model, monkeypatch, seed, shape, sampling
                 assert random_state() == state
     if not sampling:
         assert ids(stock_tokens(model, PROMPT, 18)) != ids(expected), "the processors matter"
+
+
+@pytest.mark.parametrize("shape", STOCK_SHAPES, ids=str)
+def test_a_text_that_is_left_leaves_the_random_state_of_stock(model, shape):
+    """The state after the choice behind the last token that was taken, amid a pass as well."""
+    options: dict[str, Any] = {"sampler": make_sampler(temp=0.7), "max_tokens": 18}
+    mx.random.seed(3)
+    right: Any = Scripted(
+        ids(stock_tokens(model, PROMPT, 18, sampler=options["sampler"])), VOCAB_SIZE
+    )
+    for count in range(1, 9):
+        mx.random.seed(3)
+        with closing(generate_step(mx.array(PROMPT), model, **options)) as stock:
+            assert len(list(islice(stock, count))) == count
+        state = random_state()
+        for proposer in (None, right):
+            mx.random.seed(3)
+            with stream(model, PROMPT, proposer, **options, **(shape if proposer else {})) as found:
+                assert len(list(islice(found, count))) == count
+            assert random_state() == state
 
 
 def test_processors_see_the_prompt_and_every_token_before(model):

@@ -28,7 +28,7 @@ from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.calls import at_call
 from tests.helpers.equality import tokens
 from tests.helpers.models import ROOT, chat_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
-from tests.models.tiny_models import build, tiny_config
+from tests.models.tiny_models import build, tiny_config, windowed_config
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
@@ -205,14 +205,24 @@ def test_answers_of_models_with_states(model_type, kept):
     _assert_plain_answers(model, "lookup", kept, {"temp": 0.9, "seed": 3})
 
 
+@pytest.mark.parametrize("kept", [232, 260, 280])
+def test_answers_of_a_model_with_chunks(kept):
+    """A template shortens the first answer, whose oldest entries these layers have dropped."""
+    config = windowed_config("llama4", window=48)
+    inner = {**config["text_config"], "vocab_size": VOCAB_SIZE}
+    model = build({**config, "text_config": inner}, 1)
+    _assert_plain_answers(model, None, kept, {"max_tokens": 310})
+
+
 def _assert_plain_answers(
     model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
 ) -> None:
     conversation = Conversation(Engine(model, chat_tokenizer(kept), drafter), "BE GOOD")
+    options = {"max_tokens": 14, **sampling}
     for text in ASKED:
-        plain = tokens(model, _prompt(conversation, text, kept), max_tokens=14, **sampling)
+        plain = tokens(model, _prompt(conversation, text, kept), **options)
         before = conversation.messages[:]
-        found = list(conversation.ask(text, max_tokens=14, **sampling))
+        found = list(conversation.ask(text, **options))
         assert [one.token for one in found] == plain
         answer = {"role": "assistant", "content": "".join(one.text for one in found)}
         asked = {"role": "user", "content": text}
