@@ -240,11 +240,12 @@ def test_streams_that_share_their_passes(drafter, shape):
 @pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 4}, TREE], ids=str)
 def test_processors_that_promote_a_dtype(options):
     """Rounded to that of the other logits, the processed ones would have more ties."""
-    model = tiny_llama(seed=1, vocab_size=VOCAB_SIZE)
+    model = tiny_llama(seed=1, vocab_size=VOCAB_SIZE, layers=2, spread=1.0)
     model.set_dtype(mx.bfloat16)
+    penalise = make_logits_processors(repetition_penalty=1.1)[0]
 
     def shrink(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits.astype(mx.float32) / (1 + 0.001 * (tokens.sum() % 7))
+        return penalise(tokens, logits.astype(mx.float32))
 
     engine = Engine(model, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if options is TREE else None)
     asked = {"max_tokens": 40, "logits_processors": [shrink], **options}
