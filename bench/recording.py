@@ -16,7 +16,6 @@ from mlx_redrafter.bench.report import summarise
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 from mlx_redrafter.bench.timing import estimate
-from mlx_redrafter.destinations import check_writable
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Parts of a result that must be equal for a benchmark to be resumed, () for all of a part.
@@ -68,8 +67,7 @@ class Recording:
                 self._continue(path, kind)
             elif not overwrite:
                 raise ConfigError(f"{path} exists; resume it with --resume, or choose another file")
-        if path is not None:
-            check_writable(path)  # before the runs
+        self.write()  # before the runs; another benchmark finds the file
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:

@@ -172,7 +172,9 @@ def page(result: Mapping[str, Any]) -> str:
     try:
         machine, settings = result["machine"], result["configuration"]
         memory = machine["memory_bytes"]
-        quiet = "unknown, as servers worked beside" if settings["servers"] else "yes"
+        loads = [sitting.get("load_of_others") for sitting in result["sittings"]]
+        quiet = "unknown, as the runs were too short to tell" if None in loads else "yes"
+        quiet = "unknown, as servers worked beside" if settings["servers"] else quiet
         facts = {
             "model": _public(settings["model"]),
             "drafter": _public(settings["drafter"]),
@@ -200,7 +202,11 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def is_page(path: Path) -> bool:
-    return path.is_file() and EXPLANATION in path.read_text(encoding="utf-8", errors="replace")
+    """Return whether a file is a page, with nothing before it or after it."""
+    lines = (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    )
+    return lines[2:3] == _table([("", "")]).splitlines()[:1] and lines[-1] == EXPLANATION
 
 
 def _public(name: str) -> str:

@@ -103,16 +103,17 @@ class Output:
             return
         if self.out in beside:
             raise ConfigError(f"expected a JSON file, found {self.out}; give a name in .json")
-        continues = self.resume and self.out.exists()
+        continues, is_finished = self.resume and self.out.exists(), False
         if continues:
-            read_result(self.out, kind)
+            is_finished = "disturbances" in read_result(self.out, kind)
         elif self.out.is_file() and not self.overwrite:
             raise ConfigError(
                 f"{self.out} exists; resume it with --resume, choose another file, or add "
                 "--overwrite"
             )
-        for one in (self.out, *beside):
-            check_destination(one, inputs, continues, self.overwrite, is_folder=False)
+        for one in (self.out, *beside):  # the others were written at the end
+            is_own = continues if one is self.out else is_finished
+            check_destination(one, inputs, is_own, self.overwrite, is_folder=False)
 
     def begin(
         self,

@@ -64,6 +64,7 @@ class _StderrHandler(logging.Handler):
 def run() -> None:
     """Run ``redrafter-mlx`` with the arguments of the process, and exit."""
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
+    sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):

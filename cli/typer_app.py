@@ -106,6 +106,8 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
             options[name] = _option(name, parameter.default, hints[name])
 
     _add_other_form(options)
+    model_hint = get_args(options["model"].annotation)[0] if "model" in options else None
+    takes_several = list[str] in get_args(model_hint)
     for name in NAMES & options.keys():
         for part in get_args(options[name].annotation):
             if isinstance(part, ParameterInfo):
@@ -116,8 +118,7 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         if (other := values.pop(OTHER_FORM, None)) is not None:
             if values["model"]:
                 raise typer.BadParameter("the model is given twice; leave one out")
-            is_list = isinstance(values["model"], list)
-            values["model"] = [other] if is_list else other
+            values["model"] = [other] if takes_several else other
         packed = {name: pack(group, values) for name, group in groups.items()}
         grouped = {field.name for group in groups.values() for field in fields(group)}
         command(**packed, **{name: values[name] for name in values if name not in grouped})

@@ -61,5 +61,8 @@ def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_safetensor(path: Path, name: str) -> mx.array:
-    tensors: Any = mx.load(str(path))  # computes no other tensor
+    try:
+        tensors: Any = mx.load(str(path))  # computes no other tensor
+    except RuntimeError as error:  # MLX has no such dtype, of whatever tensor
+        raise CheckpointError(f"cannot read {path}: {error}; save it in float32") from error
     return tensors[name]

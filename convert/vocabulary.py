@@ -47,6 +47,8 @@ def fit_head(
     if options.vocab_slice is None:
         return
     counts = count_tokens(tokenizer, options.vocab_text or (), config.vocab_size)
+    if options.vocab_text and not counts.any():
+        raise ConfigError("expected text in the files of --vocab-text, found none; give others")
     always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
     rows = choose_rows(counts, always, options.vocab_slice)
     drafter.config = slice_head(config, weights, rows)

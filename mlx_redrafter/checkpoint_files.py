@@ -60,9 +60,9 @@ def find_checkpoint(
         CheckpointError: There is no such folder or repository, no network, or other files than
             asked for; or several repositories end in this name. Or the folder holds a pipe, a
             socket or a device, whose reader could wait for ever.
-        ConfigError: ``path_or_repo`` is neither a string nor a path.
+        ConfigError: ``path_or_repo`` is neither a string nor a path, or empty.
     """
-    if not isinstance(path_or_repo, (str, Path)):
+    if not isinstance(path_or_repo, (str, Path)) or not str(path_or_repo):
         raise ConfigError(
             f"expected a checkpoint folder or a hub repository like org/name, got {path_or_repo!r}"
         )

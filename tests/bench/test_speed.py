@@ -77,9 +77,13 @@ def test_a_page_of_a_machine_without_a_home(monkeypatch):
     settings = {"model": "a/b", "drafter": "c", "prompt_file": "p.jsonl", "prompts": [1]}
     settings |= {"servers": [], "repeats": 1, "max_tokens": 2}
     facts = {"versions": {}, "commit": None, "measured_at": "2026", "disturbances": []}
+    facts |= {"sittings": [{"load_of_others": None}]}
     result = {"machine": machine, "configuration": settings, **facts, "tables": ["| table |"]}
     monkeypatch.setenv("HOME", "/")
     assert "a/b" in page(result)
+    assert "| idle machine | unknown, as the runs were too short to tell |" in page(result)
+    facts["sittings"][0]["load_of_others"] = 0.1
+    assert "| idle machine | yes |" in page(result)
     monkeypatch.setenv("HOME", "/a/b")
     settings["prompt_file"] = "x/a/b/p.jsonl"
     with pytest.raises(DataError, match="your home folder"):

@@ -12,7 +12,7 @@ import pytest
 from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.recognition import inspect_checkpoint
-from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import CONFIG, refusal, write
@@ -122,6 +122,13 @@ MORE: list[tuple[str, np.ndarray, str]] = [
 @pytest.mark.parametrize(("name", "value", "message"), MORE, ids=[name for name, *_ in MORE])
 def test_foreign_tensors(tmp_path, name, value, message):
     assert message in refusal(write(tmp_path / "source", handmade.tensors() | {name: value}))
+
+
+def test_a_dtype_that_mlx_lacks_in_a_tensor_that_is_left_out(tmp_path):
+    tensors = handmade.tensors() | {"verifier.x": np.zeros(8)}
+    source = write(tmp_path / "source", tensors, CONFIG)
+    with pytest.raises(CheckpointError, match=r"cannot read .*F64; save it in float32"):
+        convert_drafter(source, tmp_path / "out")
 
 
 def test_damaged_weights_are_named(tmp_path):

@@ -231,6 +231,9 @@ def test_a_full_disk_behind_stdout_is_one_line():
 def test_closed_streams_are_no_error():
     found = _redrafter(">&- 2>&-")
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    found = _redrafter("-p - <&-")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "the prompt is empty" in found.stderr
 
 
 def test_signs_that_stdout_lacks_are_escaped():

@@ -141,8 +141,19 @@ def test_a_page_replaces_pages_alone(home, cli, monkeypatch):
     assert cli("bench", "speed", *prompts, *brief).code == 0
     for _ in range(2):
         assert cli("bench", "share", "r.json", "-o", "page.md").code == 0
+    own = Path("page.md").read_text()
+    Path("above.md").write_text(f"# My diary\n\n{own}")
+    Path("below.md").write_text(f"{own}\nMy notes.\n")
+    unfinished = json.loads(Path("r.json").read_text())
+    del unfinished["disturbances"]
+    Path("u.json").write_text(json.dumps(unfinished))
+    Path("u.md").write_text("My notes.\n")
     with nothing_changes(home):
-        for out, why in (("texts.txt", OTHERS), ("r.json", INPUT), ("r.json --overwrite", INPUT)):
+        found = cli("bench", "speed", *prompts, *brief[:-1], "u.json", "--resume")
+        assert (found.code, OTHERS in found.err) == (2, True)
+        refused = [(f"{name}.md", OTHERS) for name in ("above", "below")]
+        refused += [("texts.txt", OTHERS), ("r.json", INPUT), ("r.json --overwrite", INPUT)]
+        for out, why in refused:
             found = cli("bench", "share", "r.json", "-o", *out.split())
             assert found.code == 2
             assert why in found.err

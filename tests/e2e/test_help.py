@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
 
 from mlx_redrafter.cli.main import main
+from mlx_redrafter.errors import ConfigError
 from tests.helpers.cli import commands
 from tests.helpers.models import ROOT
 
@@ -47,6 +49,14 @@ def test_names_of_other_programs(cli):
     unknown = cli("ps")
     assert (unknown.code, unknown.err.count("\n")) == (2, 1)
     assert unknown.err.endswith("No such command 'ps'. redrafter-mlx --help lists all.\n")
+
+
+@pytest.mark.parametrize("words", [["a-model"], ["--model", "a-model"]])
+def test_a_served_model_has_two_forms(cli, monkeypatch, words):
+    found = Mock(side_effect=ConfigError("stop"))
+    monkeypatch.setattr("mlx_redrafter.cli.serve._models_in", found)
+    assert cli("serve", *words).code == 2
+    assert found.call_args.args == ("a-model",)
 
 
 COMPLETED = {

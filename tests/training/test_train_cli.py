@@ -147,6 +147,8 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
     assert "continue it with --resume" in _refusal(train())
     other = _refusal(cli("train", "--out", out, "--resume", "--epochs", 2))
     assert "was begun with epochs 400, not 2" in other
+    for form in (["other"], ["--model", "other"]):
+        assert "was begun with model " in _refusal(cli("train", *form, "--out", out, "--resume"))
     second = ("--out", out.with_name("second"))
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "build_corpus", Mock(side_effect=KeyboardInterrupt))
