@@ -20,7 +20,7 @@ from mlx_redrafter.grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call, new_id
-from mlx_redrafter.server.requests import ChatRequest, TextRequest
+from mlx_redrafter.server.requests import ChatRequest, CompletionRequest, TextRequest
 from mlx_redrafter.server.tools import Tools
 
 # Log-probability of a token with probability 0 in nats, since JSON has no infinity. As at OpenAI.
@@ -137,7 +137,7 @@ class Answer:
         if self._request.top_logprobs is not None and response.finish_reason != "stop":
             part.logprobs = [self._read_logprobs(response, self._request.top_logprobs)]
         pending, added = self._stopping[3], response.text
-        echoes = getattr(self._request, "echoes", False)
+        echoes = isinstance(self._request, CompletionRequest) and self._request.echoes
         is_first = part.num_tokens == 1 and (echoes or part.logprobs)
         if is_first and self._loses_blank(response.token):
             if echoes:  # the prompt stands before it

@@ -88,8 +88,9 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
     """
     target = engine.target
     prompts = encode(request, engine, context)
-    longest, is_text = max(map(len, prompts)), not getattr(request, "ends_there", False)
-    if longest + is_text > context:
+    longest = max(map(len, prompts))
+    ends_there = isinstance(request, CompletionRequest) and request.ends_there
+    if longest + (not ends_there) > context:
         raise ContextExceeded(request.param, longest, context, request.options.max_tokens)
     try:
         for prompt in prompts:
