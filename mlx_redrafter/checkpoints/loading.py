@@ -104,7 +104,9 @@ def load(
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
     if adapter_path is not None and not (Path(adapter_path) / "adapter_config.json").is_file():
-        raise CheckpointError(f"no such adapter folder: {adapter_path}; one has adapter_config.json")
+        raise CheckpointError(
+            f"no such adapter folder: {adapter_path}; one has adapter_config.json"
+        )
     drafter = _find_drafter(name) if is_auto(drafter) else drafter
     drafter = expand_name(drafter) if isinstance(drafter, str) else drafter
     kind = None if drafter is None else find_kind(drafter, name)

@@ -81,7 +81,10 @@ class TokenSampler(ABC):
         """Keep the first choices of the last `sample` along the path, and forget the others."""
 
     def go_back(self, num_choices: int) -> None:  # noqa: B027
-        """Leave what there is after so many choices in all, of the last two passes."""
+        """Leave what there is after so many choices in all, of the last two passes.
+
+        What others have done with it meanwhile stays.
+        """
 
 
 class GumbelNoise(NamedTuple):
@@ -275,6 +278,8 @@ class StockSampler(TokenSampler):
         # Random states before each level of a pass and after the last one, by the choices before
         # it: the newest pass and the one before.
         self._keys: dict[int, mx.array] = {}
+        # The random state that it has left.
+        self._left = mx.zeros((2,), dtype=mx.uint32)
 
     def sample(
         self,
@@ -302,11 +307,16 @@ class StockSampler(TokenSampler):
 
     def commit(self, num_choices: int) -> None:
         self._num_chosen = num_choices
-        self.go_back(self._num_before + num_choices)
+        self._leave(self._num_before + num_choices)
 
     def go_back(self, num_choices: int) -> None:
+        if mx.array_equal(random_state(), self._left):
+            self._leave(num_choices)
+
+    def _leave(self, num_choices: int) -> None:
         first = max(one for one in self._keys if one <= num_choices)
-        _set_random_state(self._keys[first][num_choices - first])
+        self._left = self._keys[first][num_choices - first]
+        _set_random_state(self._left)
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)

@@ -196,6 +196,11 @@ def test_a_text_that_is_left_leaves_the_random_state_of_stock(model, shape):
             with stream(model, PROMPT, proposer, **options, **(shape if proposer else {})) as found:
                 assert len(list(islice(found, count))) == count
             assert random_state() == state
+    with stream(model, PROMPT, right, **options, **shape) as found:
+        assert len(list(islice(found, 3))) == 3
+        mx.random.seed(8)
+        state = random_state()
+    assert random_state() == state, "another text has begun"
 
 
 def test_processors_see_the_prompt_and_every_token_before(model):
