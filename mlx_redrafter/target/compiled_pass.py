@@ -132,9 +132,9 @@ class CompiledPasses:
             return None
         loan = _Loan(cache, tree)
         kind = PassKind(*use[:3], tuple(map(loan.borrow, cache.layers)))
-        if kind not in self.passes and not self._compile(kind, loan):
+        compiled = self.passes.get(kind) or self._compile(kind, loan)
+        if compiled is None:
             return None
-        compiled = self.passes[kind]
         results = iter(compiled.run(loan.inputs(cache.length_on_device)))
         outputs = list(islice(results, 3 if captured else 2))
         for part, returned in zip(cache.parts, compiled.returned, strict=True):
@@ -170,18 +170,18 @@ class CompiledPasses:
         can_lend = all(type(one) in LENDING for one in cache.parts)
         return self.fault is None and tree.size > 1 and can_lend
 
-    def _compile(self, kind: PassKind, loan: _Loan) -> bool:
-        """Prepare a compiled pass; false if the model has a fault."""
+    def _compile(self, kind: PassKind, loan: _Loan) -> _CompiledPass | None:
+        """Prepare a compiled pass; None if the model has a fault."""
         self.is_first_use = True
         compiled = _CompiledPass(proxy(self), kind)
         if not self.passes:
             self.fault = compiled.find_fault(loan)
             if self.fault is not None:
-                return False
-        if len(self.passes) == MAX_COMPILED:
-            del self.passes[next(iter(self.passes))]
+                return None
+        if len(self.passes) >= MAX_COMPILED:
+            self.passes.pop(next(iter(self.passes)), None)  # another thread may have done so
         self.passes[kind] = compiled
-        return True
+        return compiled
 
 
 def _use(
