@@ -172,7 +172,8 @@ def page(result: Mapping[str, Any]) -> str:
     try:
         machine, settings = result["machine"], result["configuration"]
         memory = machine["memory_bytes"]
-        loads = [sitting.get("load_of_others") for sitting in result["sittings"]]
+        # A sitting without one has no runs, as when a finished result is resumed.
+        loads = [one["load_of_others"] for one in result["sittings"] if "load_of_others" in one]
         quiet = "unknown, as the runs were too short to tell" if None in loads else "yes"
         quiet = "unknown, as servers worked beside" if settings["servers"] else quiet
         facts = {

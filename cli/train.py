@@ -17,7 +17,7 @@ from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemote
 from mlx_redrafter.cli.names import ask_for_drafter, find_model
 from mlx_redrafter.cli.progress import note, progress_bar
 from mlx_redrafter.cli.text_options import Overwrite
-from mlx_redrafter.cli.typer_app import OTHER_FORM, pack
+from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
@@ -128,9 +128,8 @@ def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> d
             "the run with the version of mlx-redrafter that began it, or choose another --out"
         )
     for name, value in given.items():
-        forms = (name, OTHER_FORM) if name == "model" else (name,)
-        sources = [source for one in forms if (source := context.get_parameter_source(one))]
-        is_given = any(source.name == "COMMANDLINE" for source in sources)
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and stored.get(name) != value:
             raise ConfigError(
                 f"the run in {values['out']} was begun with {name.replace('_', '-')} "

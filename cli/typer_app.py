@@ -119,6 +119,8 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
             if values["model"]:
                 raise typer.BadParameter("the model is given twice; leave one out")
             values["model"] = [other] if takes_several else other
+            if (context := values.get("context")) is not None:
+                context.set_parameter_source("model", context.get_parameter_source(OTHER_FORM))
         packed = {name: pack(group, values) for name, group in groups.items()}
         grouped = {field.name for group in groups.values() for field in fields(group)}
         command(**packed, **{name: values[name] for name in values if name not in grouped})

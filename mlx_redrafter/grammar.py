@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.checks import check_instance, check_int
-from mlx_redrafter.errors import ConfigError, describe_error, how_to_install
+from mlx_redrafter.errors import ConfigError, describe_error, how_to_install, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -181,15 +181,16 @@ def _describe_slow(schema: Any) -> str:
         return f"{kinds} {where}, found {len(patterns)}"
     hard = [one for one in multiples if str(one).rstrip("0") != "1"]
     if hard and (math.prod(multiples) if is_joined else max(hard)) > MAX_MULTIPLE:
-        return (
-            f"a power of ten or at most {MAX_MULTIPLE} as multipleOf, or as their product {where}"
-        )
+        kinds = f"a power of ten or at most {MAX_MULTIPLE} as multipleOf, also as their product"
+        return f"{kinds} {where}, found {shown(max(hard))}"
     return ""
 
 
 def _without_point(number: Any) -> int:
     """Return a number without the decimal point that it needs; 1 for what is no positive number."""
-    if type(number) not in (int, float) or not 0 < number < math.inf:
+    if type(number) is int:  # of any size, where decimal numbers are rounded
+        return max(1, number)
+    if type(number) is not float or not 0 < number < math.inf:
         return 1
     value = Decimal(repr(number)).normalize()
     return int(value.scaleb(max(0, -int(value.as_tuple().exponent))))

@@ -252,26 +252,23 @@ class Answer:
     def _name(self, token: int, value: float) -> TokenLogprob:
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = self._decode(token)
+            # At the beginning of a text, tokenizers leave out the blank of the first token.
+            text = self._texts[token] = self._decode(token, self._letter)
         return TokenLogprob(text, max(value, MIN_LOGPROB))
 
-    def _decode(self, token: int) -> str:
-        """Decode a token as it stands within a text; U+FFFD for a part of a character."""
+    def _decode(self, token: int, before: Iterable[int]) -> str:
+        """Decode a token as it stands after others; U+FFFD for a part of a character."""
         detokenizer = self._tokenizer.detokenizer
-        # At the beginning of a text, tokenizers leave out the blank of the first token.
-        for first in self._letter:
-            detokenizer.add_token(first)
-        before = len(detokenizer.text)
+        for one in before:
+            detokenizer.add_token(one)
+        start = len(detokenizer.text)
         detokenizer.add_token(token)
         detokenizer.finalize()
-        return detokenizer.text[before:]
+        return detokenizer.text[start:]
 
     def _loses_blank(self, token: int) -> bool:
         """Return whether the tokenizer leaves out the blank of a text's first token."""
-        detokenizer = self._tokenizer.detokenizer
-        detokenizer.add_token(token)
-        detokenizer.finalize()
-        return self._decode(token)[:1] == " " != detokenizer.text[:1]
+        return self._decode(token, self._letter)[:1] == " " != self._decode(token, ())[:1]
 
     @cached_property
     def _letter(self) -> list[int]:

@@ -105,7 +105,7 @@ def load(
     check_config(config)
     if adapter_path is not None and not (Path(adapter_path) / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"no such adapter folder: {adapter_path}; one has adapter_config.json"
+            f"no such adapter folder: {adapter_path}; give one with adapter_config.json"
         )
     drafter = _find_drafter(name) if is_auto(drafter) else drafter
     drafter = expand_name(drafter) if isinstance(drafter, str) else drafter

@@ -102,11 +102,17 @@ def test_messages_become_those_of_templates():
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ('{"a', {"arguments": '{"a'})],
+    [
+        ({"arguments": ""}, {}),
+        ({"arguments": None}, {}),
+        ({}, {}),
+        ({"arguments": '{"a": 1}'}, {"a": 1}),
+        ({"arguments": '{"a'}, {"arguments": '{"a'}),
+    ],
 )
 def test_calls_have_an_object_of_arguments(given, found):
     """Templates list its members. ``max_tokens`` may have cut a call that a client sends back."""
-    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", **given}}]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     request, _ = read_chat({"messages": [message]}, DEFAULTS)
     assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == found
