@@ -62,6 +62,8 @@ class Scenario:
         costs: True seconds of steps.
         timed: Seconds as they were timed beforehand.
         seed: Seed of everything drawn.
+        hidden: Seconds of the host's work that plain steps hide, but not a step whose drafts the
+            host has read and of which nothing is verified; the costs of others include it.
     """
 
     name: str
@@ -71,12 +73,14 @@ class Scenario:
     costs: StepCosts
     timed: StepCosts
     seed: int
+    hidden: float = 0.0
 
     def seconds(
         self, position: int, shape: DraftShape | None, num_nodes: int, waits: bool
     ) -> float:
         """Time of an undisturbed step after a position; see `step_seconds`."""
-        return step_seconds(self.costs, shape, num_nodes, waits)
+        hidden = self.hidden if waits and num_nodes == 1 else 0.0
+        return step_seconds(self.costs, shape, num_nodes, waits) + hidden
 
 
 def step_seconds(costs: StepCosts, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
@@ -151,6 +155,7 @@ def make_scenario(seed: int) -> Scenario:
         costs=costs,
         timed=_disturbed(costs, rng),
         seed=seed,
+        hidden=plain * rng.uniform(0.0, 0.2),
     )
 
 

@@ -73,7 +73,8 @@ UNEVEN = 0.6
 
 # Kind of step with shadow drafts; other kinds, except the next one, are numbers of nodes.
 SHADOW = 0
-# Kind of step of a prompt lookup of which nothing is verified.
+# Kind of step whose drafts the host has read, and of which nothing is verified: unlike a plain
+# step, it does not overlap with the host's work.
 EMPTY = -1
 _NEVER = 1e9  # seconds of a plan that is not offered
 
@@ -258,7 +259,7 @@ class CurrentCosts:
     Attributes:
         offered: Whether the proposer can draft a plan, bool, shape (W, L).
         plain: A plain step.
-        verify: Verifying, by entry of COUNTS; at least a plain step.
+        verify: Verifying drafts that the host has read, by entry of COUNTS; at least a plain step.
         step: Drafting and verifying, shape (W, L, 1 + S); without end if the plan has fewer drafts.
         waiting: The same if the host waits for the drafts.
     """
@@ -278,13 +279,19 @@ class CurrentCosts:
 
     def update(self, ratios: TimeRatios, share: float = 1.0) -> None:
         """Take over the newest ratios, and the share of `Evenness` of a network."""
-        slowed = np.array([ratios.of(kind) for kind in (SHADOW, *SIZES)])
-        uneven = np.array([1.0, *(1 / share for _ in SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
-        verify = np.maximum(self._verify * slowed, self.plain)
+        uneven = np.array([1.0, *(1 / share for _ in SIZES)])
+
+        def cost(unverified: int) -> tuple[Floats, Floats]:
+            slowed = np.array([ratios.of(kind) for kind in (unverified, *SIZES)])
+            verify = np.maximum(self._verify * slowed, self.plain)
+            drafting = self._drafting[..., None] * slowed
+            return verify, (drafting + verify) * uneven + self._unfit
+
+        self.step: Floats = cost(SHADOW)[1]
+        verify, waiting = cost(EMPTY)
         self.verify: list[float] = verify.tolist()
-        self.step: Floats = (self._drafting[..., None] * slowed + verify) * uneven + self._unfit
-        self.waiting: Floats = self.step + self._costs.wait
+        self.waiting: Floats = waiting + self._costs.wait
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
         """Return the seconds of a step as timed beforehand."""

@@ -168,7 +168,7 @@ class Learner:
         plan, kind, state = step.plan, step.num_nodes, self.state
         timed = self._costs.timed(plan, kind, choice.waits)
         if plan is not None and kind == 1:
-            kind = EMPTY if plan.from_text else SHADOW
+            kind = EMPTY if plan.from_text or choice.waits else SHADOW
         expected = timed * state.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)

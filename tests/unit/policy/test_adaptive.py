@@ -23,8 +23,10 @@ from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
 from mlx_redrafter.policy.plans import (
     EMPTY,
     LOOKUP,
+    SHADOW,
     SHORTEST,
     SIZES,
+    Choice,
     FixedPolicy,
     Guard,
     StepCosts,
@@ -339,6 +341,20 @@ def test_empty_lookups_are_not_charged_for_the_plain_step_after_them():
         policy.choose([])
         policy.observe(Step(LOOKUP, 1, [1], 1.9))
     assert policy.state.ratios.of(EMPTY) == pytest.approx(1.0, abs=0.05)
+
+
+def test_drafts_that_were_read_in_vain_cost_more_than_shadow_drafts():
+    """Plain steps and shadow drafts hide the host's work, which the others do not."""
+    planner = _policy(_costs(wait=0.0))._planner
+    timed = planner._costs.timed(SHORTEST, 1, waits=False)
+    for seconds, waits in 20 * [(timed, False), (1.5 * timed, True)]:
+        step = Step(SHORTEST, 1, [1], seconds)
+        planner.learner.observe_time(step, Choice(SHORTEST, waits=waits), 1, 1, in_row=False)
+    planner._find_best()
+    ratios, costs = planner.state.ratios, planner._costs
+    assert ratios.of(EMPTY) / ratios.of(SHADOW) == pytest.approx(1.5, rel=0.1)
+    assert costs.waiting[0, 0, 0] > 1.2 * costs.step[0, 0, 0]
+    assert costs.verify[0] > 1.2 * costs.plain
 
 
 def test_plain_steps_without_a_network_are_all_counted():
