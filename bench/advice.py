@@ -29,7 +29,7 @@ from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.hub import Repository
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import is_complete
-from mlx_redrafter.proposers import draft_model, redrafter
+from mlx_redrafter.proposers import WORDS, draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
 from mlx_redrafter.proposers.kind import TargetFacts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -100,7 +100,7 @@ def find_subject(
         return _find_drafter(subject, DrafterSearch(identity), chip)
     if is_word(drafter, "lookup"):
         return replace(subject, drafter=None)
-    if is_word(drafter, "mtp"):
+    if any(is_word(drafter, word) for word in WORDS):
         return replace(subject, drafter=drafter)
     return replace(subject, drafter=drafter, refusal=_refuse(str(drafter), subject))
 

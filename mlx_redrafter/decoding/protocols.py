@@ -24,7 +24,7 @@ class Proposer(Protocol):
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
-        """Its networks, none for prompt lookup; step times are stored by their tensors."""
+        """Its networks, if it has any; step times are stored by their tensors."""
 
     @property
     def num_layers(self) -> int:
@@ -81,8 +81,8 @@ class Drafting(Protocol):
     def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
-        Empty if it finds nothing; None for a network, which always proposes something. It uses the
-        tokens that the host has read, and never waits. It may omit drafts of less than ``least``.
+        Empty if it finds nothing; None for other kinds than prompt lookup. It uses the tokens that
+        the host has read, and never waits. It may omit drafts of less than ``least``.
         """
 
     def propose(
