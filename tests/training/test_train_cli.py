@@ -226,7 +226,7 @@ def _refusal(result: Result) -> str:
     return result.err
 
 
-def test_refusals_are_one_line(train, out, cli, finished):
+def test_refusals_are_one_line(train, out, cli, finished, model):
     missing, earlier = out.with_name("none.txt"), finished.request.out
     quantised = load_drafter(earlier)
     quantize_drafter(quantised, 8, 32)
@@ -248,6 +248,8 @@ def test_refusals_are_one_line(train, out, cli, finished):
         (("--start-from", earlier, "--exit-dim", 64), "keeps its shape"),
         (("--start-from", out.with_name("quantised")), "is quantised"),
         (("--start-from", out.with_name("other")), "does not match the target's"),
+        (("--start-from", model), "drafter to start from, found draft model"),
+        (("--start-from", "smollm2-135m-instruct"), "is quantised"),
     ]
     for arguments, message in cases:
         assert message in _refusal(train(*arguments))
