@@ -101,7 +101,8 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
     if not prompts:
         raise DataError(
             "expected at least two texts or prompts that differ, one of them to measure on, found "
-            f"{len(begun)}; give more with --data or --prompts"
+            f"{len(begun)}: {held_out[0].origin}; give more with --data or --prompts, or leave a "
+            "single prompt out"
         )
     return Sources(given, prompts, held_out)
 
@@ -156,6 +157,12 @@ def build_corpus(
         jobs = plan_jobs(prompts, options.temp, passes, options.seed)
         on_tokens = report("generating training text", wanted)
         self_generated = generator.answer(training, jobs, options, wanted, on_tokens, first)
+        found = sum(one.num_trained for one in self_generated)
+        if wanted is not None and found < wanted:
+            reporter.say(
+                f"the model generated {found:,} tokens for training, not {wanted:,}, as prompts "
+                f"and texts are few ({len(prompts)}); give more of them"
+            )
     jobs = plan_jobs(encode(sources.held_out), options.temp, 1, options.seed + 1)
     on_tokens = report("generating held-out text", None)
     measured = generator.answer(held_out, jobs, options, None, on_tokens)

@@ -178,6 +178,8 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
             )
         if not isinstance(message.get("content"), str):
             raise DataError(f"{origin}: expected message {number} to have a text as its content")
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        raise DataError(f"{origin}: expected a message before the assistant's, found none")
     return messages
 
 
@@ -199,7 +201,8 @@ class Encoder:
             prompt = self.encode_prompt(item)
             answer = item.messages[-1]["content"]
             reply = list(self.tokenizer.encode(answer, add_special_tokens=False))
-            yield self._sequence([*prompt, *reply], len(prompt), item.origin)
+            is_trained = [False] * len(prompt) + [True] * len(reply)
+            yield from self._finish_chat([*prompt, *reply], is_trained, item.origin)
 
     def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply."""
@@ -231,7 +234,7 @@ class Encoder:
         is_trained: list[bool] = []
         stops = self.tokenizer.eos_token_ids
         for turn, message in enumerate(item.messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or turn == 0:  # the model replies to something
                 continue
             prompt = self._apply_template(item.messages[:turn], item.origin, opens=True)
             full = self._apply_template(item.messages[: turn + 1], item.origin, opens=False)

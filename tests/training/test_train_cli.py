@@ -284,6 +284,14 @@ def test_prompts_are_answered_by_the_target(out, cli, model):
     assert "the same Gumbel noise" in (out / "README.md").read_text()
 
 
+def test_prompts_that_are_too_few_are_said(out, cli, model):
+    prompts = out.with_name("prompts.txt")
+    prompts.write_text("One day\nThe dog\n")
+    options = ("--answer-tokens", 8, "--epochs", 1, "--tokens", 500)
+    result = cli("train", "--model", model, "--prompts", prompts, "--out", out, *options)
+    assert "128 tokens for training, not 500, as prompts and texts are few (1)" in result.err
+
+
 def test_going_on_from_an_earlier_drafter(train, out, finished):
     earlier = finished.request.out
     result = train("--start-from", earlier, "--answer-tokens", 24, "--epochs", 1)
