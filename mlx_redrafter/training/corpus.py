@@ -148,7 +148,8 @@ def build_corpus(
 
     share = sources.generated_share(options)
     given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
-    first = training.read(given, report("reading text", sum(map(len, given))))
+    shards = training.read(given, report("reading text", sum(map(len, given))))
+    given = [text for texts in shards for text in texts]
     wanted = count_generated(sum(one.num_trained for one in given), share, options)
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
@@ -156,7 +157,7 @@ def build_corpus(
         passes = _choose_num_passes(prompts, wanted)
         jobs = plan_jobs(prompts, options.temp, passes, options.seed)
         on_tokens = report("generating training text", wanted)
-        self_generated = generator.answer(training, jobs, options, wanted, on_tokens, first)
+        self_generated = generator.answer(training, jobs, options, wanted, on_tokens, len(shards))
         found = sum(one.num_trained for one in self_generated)
         if wanted is not None and found < wanted:
             reporter.say(

@@ -27,7 +27,6 @@ from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.teacher import OnTokens, Teacher, TeacherOutputs, chunk_tokens
-from mlx_redrafter.training.teacher_cache import unpack_sequences
 from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of texts of a round.
@@ -108,9 +107,8 @@ class TextGenerator:
     ) -> list[TokenSequence]:
         """Generate the texts of a shard, or read those of an earlier run."""
         cache, split = teacher.cache, teacher.split
-        if cache.has(split, first + number):  # which may lack the inputs of layers
-            texts = unpack_sequences(cache.load(split, first + number).arrays())
-            teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
+        if cache.has(split, first + number):
+            texts = teacher.read_shard(first + number, (), lambda _: on_tokens(0))
             on_tokens(sum(text.num_trained for text in texts))
             return texts
         room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]

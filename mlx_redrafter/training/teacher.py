@@ -19,7 +19,13 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, pack_sequences
+from mlx_redrafter.training.teacher_cache import (
+    Shard,
+    Split,
+    TeacherCache,
+    pack_sequences,
+    unpack_sequences,
+)
 
 BATCH_SEQUENCES = 8
 # Maximum number of tokens of a pass over texts, so that an interruption waits for a short one.
@@ -152,22 +158,29 @@ class Teacher:
     k: int
     layers: Sequence[int]
 
-    def read(self, sequences: Sequence[TokenSequence], on_tokens: OnTokens) -> int:
-        """Read texts into shards, numbered from 0, and count these; existing files are kept."""
-        number = 0
-        for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS), 1):
-            self.read_shard(number - 1, group, on_tokens)
-        return number
+    def read(
+        self, sequences: Sequence[TokenSequence], on_tokens: OnTokens
+    ) -> list[list[TokenSequence]]:
+        """Read texts into shards, numbered from 0; return those that each of them holds."""
+        groups = enumerate(group_by_tokens(sequences, SHARD_TOKENS))
+        return [self.read_shard(number, group, on_tokens) for number, group in groups]
 
     def read_shard(
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
-    ) -> None:
-        """Read the texts of one shard, unless its files exist."""
+    ) -> list[TokenSequence]:
+        """Read the texts of one shard, or those that it holds if it exists, and return them.
+
+        They differ if the chat template writes the day.
+        """
+        texts = list(sequences)
+        if self.cache.has(self.split, number):  # which may lack the inputs of layers
+            texts = unpack_sequences(self.cache.load(self.split, number).arrays())
         if all(self.cache.has(self.split, number, layers) for layers in ((), self.layers)):
-            on_tokens(sum(map(len, sequences)))
+            on_tokens(sum(map(len, texts)))
         else:
-            shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
+            shard = read_sequences(self.target, texts, self.k, self.layers, on_tokens)
             self.cache.save(self.split, number, shard, self.layers)
+        return texts
 
 
 def group_by_tokens(
