@@ -5,7 +5,7 @@ Axes: B texts of a pass, c tokens of each, V vocabulary, H hidden size, C layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,39 +162,25 @@ class Teacher:
         self, sequences: Sequence[TokenSequence], on_tokens: OnTokens
     ) -> list[list[TokenSequence]]:
         """Read texts into shards, numbered from 0; return those that each of them holds."""
-        groups = enumerate(group_by_tokens(sequences, SHARD_TOKENS))
-        return [self.read_shard(number, group, on_tokens) for number, group in groups]
+        groups: list[list[TokenSequence]] = []
+        for sequence in sequences:
+            if not groups or sum(map(len, groups[-1])) >= SHARD_TOKENS:
+                groups.append([])
+            groups[-1].append(sequence)
+        return [self.read_shard(number, group, on_tokens) for number, group in enumerate(groups)]
 
     def read_shard(
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
     ) -> list[TokenSequence]:
-        """Read the texts of one shard, or those that it holds if it exists, and return them.
-
-        They differ if the chat template writes the day.
-        """
-        texts = list(sequences)
-        if self.cache.has(self.split, number):  # which may lack the inputs of layers
-            texts = unpack_sequences(self.cache.load(self.split, number).arrays())
+        """Read the texts of one shard, unless its files exist, and return those that it holds."""
+        if self.cache.has(self.split, number):  # with texts of another day, or without layers
+            sequences = unpack_sequences(self.cache.load(self.split, number).arrays())
         if all(self.cache.has(self.split, number, layers) for layers in ((), self.layers)):
-            on_tokens(sum(map(len, texts)))
+            on_tokens(sum(map(len, sequences)))
         else:
-            shard = read_sequences(self.target, texts, self.k, self.layers, on_tokens)
+            shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
             self.cache.save(self.split, number, shard, self.layers)
-        return texts
-
-
-def group_by_tokens(
-    sequences: Sequence[TokenSequence], num_tokens: int
-) -> Iterator[list[TokenSequence]]:
-    """Group consecutive sequences; a group closes once it has ``num_tokens`` tokens."""
-    group: list[TokenSequence] = []
-    for sequence in sequences:
-        group.append(sequence)
-        if sum(map(len, group)) >= num_tokens:
-            yield group
-            group = []
-    if group:
-        yield group
+        return list(sequences)
 
 
 def read_sequences(
