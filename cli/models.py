@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_json
-from mlx_redrafter.checkpoints.bundled import bundled_drafters
+from mlx_redrafter.checkpoints.bundled import bundled_drafters, expand_name
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
 from mlx_redrafter.cli.progress import note
@@ -68,7 +68,7 @@ def show_model(
     from mlx_redrafter.target.model_loading import make_model
     from mlx_redrafter.target.target import Target
 
-    given = _given(model)
+    given = expand_name(_given(model))
     name = given if expand_home(given).exists() else complete_name(given)
     folder = find_checkpoint(name, CONFIG_ONLY)
     kind, config = _recognise(folder)

@@ -28,7 +28,7 @@ from mlx_redrafter.errors import (
     first_line,
     quote,
 )
-from mlx_redrafter.model_store import find_stored, is_path
+from mlx_redrafter.model_store import find_stored, is_path, repository_of
 
 CONFIG_FILE = "config.json"
 # Name of the weights that `write_checkpoint` writes.
@@ -125,9 +125,9 @@ def check_regular(path: Path) -> None:
 
 
 def shared_name(path_or_repo: str | Path) -> str:
-    """Return a name to publish: a repository id, or the last part of a folder's path."""
+    """Return a name to publish: a repository id, also that of its folder, or a folder's name."""
     path = expand_home(path_or_repo)
-    return path.resolve().name if path.is_dir() else str(path_or_repo)
+    return repository_of(path) if path.is_dir() else str(path_or_repo)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

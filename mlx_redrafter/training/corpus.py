@@ -101,7 +101,8 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
     if not prompts:
         raise DataError(
             "expected at least two texts or prompts that differ, one of them to measure on, found "
-            f"{len(begun)}; give more with --data or --prompts"
+            f"{len(begun)}: {held_out[0].origin}; give more with --data or --prompts, or leave a "
+            "single prompt out"
         )
     return Sources(given, prompts, held_out)
 
@@ -147,7 +148,8 @@ def build_corpus(
 
     share = sources.generated_share(options)
     given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
-    first = training.read(given, report("reading text", sum(map(len, given))))
+    shards = training.read(given, report("reading text", sum(map(len, given))))
+    given = [text for texts in shards for text in texts]
     wanted = count_generated(sum(one.num_trained for one in given), share, options)
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
@@ -155,7 +157,13 @@ def build_corpus(
         passes = _choose_num_passes(prompts, wanted)
         jobs = plan_jobs(prompts, options.temp, passes, options.seed)
         on_tokens = report("generating training text", wanted)
-        self_generated = generator.answer(training, jobs, options, wanted, on_tokens, first)
+        self_generated = generator.answer(training, jobs, options, wanted, on_tokens, len(shards))
+        found = sum(one.num_trained for one in self_generated)
+        if wanted is not None and found < wanted:
+            reporter.say(
+                f"the model generated {found:,} tokens for training, not {wanted:,}, as prompts "
+                f"and texts are few ({len(prompts)}); give more of them"
+            )
     jobs = plan_jobs(encode(sources.held_out), options.temp, 1, options.seed + 1)
     on_tokens = report("generating held-out text", None)
     measured = generator.answer(held_out, jobs, options, None, on_tokens)

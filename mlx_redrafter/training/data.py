@@ -178,6 +178,8 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
             )
         if not isinstance(message.get("content"), str):
             raise DataError(f"{origin}: expected message {number} to have a text as its content")
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        raise DataError(f"{origin}: expected a message before the assistant's, found none")
     return messages
 
 
@@ -199,7 +201,8 @@ class Encoder:
             prompt = self.encode_prompt(item)
             answer = item.messages[-1]["content"]
             reply = list(self.tokenizer.encode(answer, add_special_tokens=False))
-            yield self._sequence([*prompt, *reply], len(prompt), item.origin)
+            is_trained = [False] * len(prompt) + [True] * len(reply)
+            yield from self._cut([*prompt, *reply], is_trained, item.origin)
 
     def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply."""
@@ -223,7 +226,8 @@ class Encoder:
             room = self.sequence_length - num_given
             for start in range(0, len(body), room):
                 part = body[start : start + room]
-                yield self._sequence([*prefix, *part], num_given, document.origin)
+                is_trained = [False] * num_given + [True] * len(part)
+                yield from self._cut([*prefix, *part], is_trained, document.origin)
 
     def _encode_chat(self, item: Chat) -> Iterator[TokenSequence]:
         """Encode all replies as one sequence, or several if the template rewrites earlier turns."""
@@ -231,12 +235,12 @@ class Encoder:
         is_trained: list[bool] = []
         stops = self.tokenizer.eos_token_ids
         for turn, message in enumerate(item.messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or turn == 0:  # the model replies to something
                 continue
             prompt = self._apply_template(item.messages[:turn], item.origin, opens=True)
             full = self._apply_template(item.messages[: turn + 1], item.origin, opens=False)
             if any(text[: len(tokens)] != tokens for text in (prompt, full)):
-                yield from self._finish_chat(tokens, is_trained, item.origin)
+                yield from self._cut(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
             pairs = enumerate(zip(prompt, full, strict=False))
             start = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(full)))
@@ -246,14 +250,7 @@ class Encoder:
             is_trained = [*is_trained, *[False] * (start - len(tokens)), *[True] * (end - start)]
             is_trained += [False] * (len(full) - end)
             tokens = full
-        yield from self._finish_chat(tokens, is_trained, item.origin)
-
-    def _finish_chat(
-        self, tokens: list[int], is_trained: list[bool], origin: str
-    ) -> Iterator[TokenSequence]:
-        kept = np.array(is_trained[: self.sequence_length], dtype=np.bool_)
-        if kept.any():
-            yield TokenSequence(self._sequence(tokens, 0, origin).tokens, kept)
+        yield from self._cut(tokens, is_trained, item.origin)
 
     def _apply_template(self, messages: list[Message], origin: str, opens: bool) -> list[int]:
         """Encode messages, and the opening of a reply if ``opens``."""
@@ -262,14 +259,16 @@ class Encoder:
         except ConfigError as error:
             raise DataError(f"{origin}: {error}") from error
 
-    def _sequence(self, tokens: list[int], num_given: int, origin: str) -> TokenSequence:
+    def _cut(self, tokens: list[int], trained: list[bool], origin: str) -> Iterator[TokenSequence]:
+        """Cut a sequence, and leave it out if no token is left to train on."""
         ids = np.array(tokens[: self.sequence_length], dtype=np.int32)
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise DataError(
                 f"{origin}: expected token ids below {self.vocab_size}, found {int(ids.max())}; "
                 "the tokenizer does not fit the model"
             )
-        return TokenSequence(ids, np.arange(len(ids)) >= num_given)
+        if any(trained[: len(ids)]):
+            yield TokenSequence(ids, np.array(trained[: len(ids)], dtype=np.bool_))
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

@@ -220,8 +220,8 @@ def _log_probs_of_events(
 ) -> tuple[mx.array, mx.array]:
     """Compute the drafter's log-probabilities of kept tokens (..., k) and of any other (...)."""
     log_q = drafter.at(top_ids)
-    # log(1 - sum q) without cancellation, and finite even if the kept tokens are all tokens.
-    kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, -mx.inf), axis=-1)
+    # log(1 - sum q) without cancellation, finite even if the kept tokens are all tokens or none.
+    kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, IMPOSSIBLE), axis=-1)
     return log_q, mx.log(-mx.expm1(mx.minimum(kept, -LEAST_TAIL)))
 
 

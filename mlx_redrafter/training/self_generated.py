@@ -27,7 +27,6 @@ from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.teacher import OnTokens, Teacher, TeacherOutputs, chunk_tokens
-from mlx_redrafter.training.teacher_cache import unpack_sequences
 from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of texts of a round.
@@ -91,33 +90,19 @@ class TextGenerator:
             round_jobs, sorted_jobs = sorted_jobs[:size], sorted_jobs[size:]
             if not round_jobs:
                 break
-            texts = self._fill_shard(teacher, first, number, round_jobs, options, on_tokens)
+            if teacher.cache.has(teacher.split, shard := first + number):
+                texts = teacher.read_shard(shard, (), lambda _: on_tokens(0))
+                on_tokens(sum(text.num_trained for text in texts))
+            else:
+                room = [len(job.prompt) + _most_tokens(job, options) for job in round_jobs]
+                kept = TeacherOutputs(self.target, room, teacher.k, teacher.layers)
+                texts = self.generate_round(round_jobs, options, number, on_tokens, kept)
+                made = kept.make_shard(texts)
+                teacher.cache.save(teacher.split, shard, made, teacher.layers)
             found += texts
             num_generated += sum(text.num_trained for text in texts)
             number += 1
         return found
-
-    def _fill_shard(
-        self,
-        teacher: Teacher,
-        first: int,
-        number: int,
-        jobs: Sequence[GenerationJob],
-        options: DataOptions,
-        on_tokens: OnTokens,
-    ) -> list[TokenSequence]:
-        """Generate the texts of a shard, or read those of an earlier run."""
-        cache, split = teacher.cache, teacher.split
-        if cache.has(split, first + number):  # which may lack the inputs of layers
-            texts = unpack_sequences(cache.load(split, first + number).arrays())
-            teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
-            on_tokens(sum(text.num_trained for text in texts))
-            return texts
-        room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]
-        kept = TeacherOutputs(self.target, room, teacher.k, teacher.layers)
-        texts = self.generate_round(jobs, options, number, on_tokens, kept)
-        cache.save(split, first + number, kept.make_shard(texts), teacher.layers)
-        return texts
 
     def generate_round(
         self,

@@ -5,7 +5,7 @@ Axes: B texts of a pass, c tokens of each, V vocabulary, H hidden size, C layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,13 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, pack_sequences
+from mlx_redrafter.training.teacher_cache import (
+    Shard,
+    Split,
+    TeacherCache,
+    pack_sequences,
+    unpack_sequences,
+)
 
 BATCH_SEQUENCES = 8
 # Maximum number of tokens of a pass over texts, so that an interruption waits for a short one.
@@ -152,36 +158,29 @@ class Teacher:
     k: int
     layers: Sequence[int]
 
-    def read(self, sequences: Sequence[TokenSequence], on_tokens: OnTokens) -> int:
-        """Read texts into shards, numbered from 0, and count these; existing files are kept."""
-        number = 0
-        for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS), 1):
-            self.read_shard(number - 1, group, on_tokens)
-        return number
+    def read(
+        self, sequences: Sequence[TokenSequence], on_tokens: OnTokens
+    ) -> list[list[TokenSequence]]:
+        """Read texts into shards, numbered from 0; return those that each of them holds."""
+        groups: list[list[TokenSequence]] = []
+        for sequence in sequences:
+            if not groups or sum(map(len, groups[-1])) >= SHARD_TOKENS:
+                groups.append([])
+            groups[-1].append(sequence)
+        return [self.read_shard(number, group, on_tokens) for number, group in enumerate(groups)]
 
     def read_shard(
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
-    ) -> None:
-        """Read the texts of one shard, unless its files exist."""
+    ) -> list[TokenSequence]:
+        """Read the texts of one shard, unless its files exist, and return those that it holds."""
+        if self.cache.has(self.split, number):  # with texts of another day, or without layers
+            sequences = unpack_sequences(self.cache.load(self.split, number).arrays())
         if all(self.cache.has(self.split, number, layers) for layers in ((), self.layers)):
             on_tokens(sum(map(len, sequences)))
         else:
             shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
             self.cache.save(self.split, number, shard, self.layers)
-
-
-def group_by_tokens(
-    sequences: Sequence[TokenSequence], num_tokens: int
-) -> Iterator[list[TokenSequence]]:
-    """Group consecutive sequences; a group closes once it has ``num_tokens`` tokens."""
-    group: list[TokenSequence] = []
-    for sequence in sequences:
-        group.append(sequence)
-        if sum(map(len, group)) >= num_tokens:
-            yield group
-            group = []
-    if group:
-        yield group
+        return list(sequences)
 
 
 def read_sequences(

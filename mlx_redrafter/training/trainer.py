@@ -191,7 +191,8 @@ class Trainer:
         assert isinstance(loss, float)
         if not math.isfinite(loss):
             raise NonFiniteError(
-                f"the loss became {loss} at step {progress.step + 1}; train with a smaller --lr"
+                f"the loss became {loss} at step {progress.step + 1}; train with a smaller --lr, "
+                f"another --out, and --cache {self.request.cache_folder}, which has the texts"
             )
         progress.step += 1
         progress.loss_sum += loss
@@ -201,8 +202,7 @@ class Trainer:
     def _is_measurement_due(self) -> bool:
         progress, total = self.progress, self.progress.total_steps
         count = progress.num_evaluations
-        due = (progress.step * count) // total > ((progress.step - 1) * count) // total
-        return due or progress.step >= total
+        return (progress.step * count) // total > ((progress.step - 1) * count) // total
 
     def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress

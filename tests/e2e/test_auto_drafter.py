@@ -1,6 +1,7 @@
 """`--drafter auto` on a fake hub: found, asked for, downloaded, used; offline the second time."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -262,7 +263,10 @@ def test_advice_names_the_drafter_and_whose_figure_its_gain_is(hub, cli):
 
 
 def test_models_are_listed_pulled_and_removed(hub, cli, tmp_path):
-    assert "no models in MLX's format on this machine" in cli("list").err
+    listed = cli("list").err
+    assert "no models in MLX's format on this machine" in listed
+    (bundled,) = re.findall("whose names --drafter takes: (.*)", listed)
+    assert "kind: recurrent drafter" in cli("show", bundled).out
     pulled = cli("pull", MODEL.partition("/")[2])
     assert pulled.err.startswith(f"looking for '{MODEL}' on the hub ..."), "the owner is completed"
     assert f"\ndownloading {MODEL} (" in pulled.err

@@ -120,6 +120,9 @@ def test_an_earlier_drafter_is_trained_further(earlier, tmp_path):
     network = NetworkOptions("dflash", start_from=str(earlier.out))
     with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):
         train_drafter(replace(start, network=network), Silent())
+    recurrent = NetworkOptions(start_from=str(earlier.out))
+    with pytest.raises(ConfigError, match="for --head redrafter, found one for --head dspark"):
+        train_drafter(replace(start, network=recurrent), Silent())
     training = replace(earlier.training, epochs=1)
     network = replace(network, head="dspark")
     more = replace(start, network=network, training=training)

@@ -68,6 +68,7 @@ BAD_ROWS = [
     ('{"messages": []}', '"messages" to be a list'),
     ('{"messages": [{"role": "king", "content": "x"}]}', "message 1 to have one of the roles"),
     ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 to have a text"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "a message before the assistant's"),
     ("[" * 100_000, "expected a JSON object"),
     ('{"text": "a \\uD800 b"}', "expected a JSON object, found .* surrogates not allowed"),
 ]
@@ -151,6 +152,14 @@ def test_two_replies_in_a_row_keep_tokens_and_marks_together():
     assert "q" not in _trained_text(second, tokenizer)
 
 
+def test_a_greeting_is_part_of_the_prompt():
+    tokenizer = WordTokenizer()
+    chat = _chat("assistant: hello", "user: q", "assistant: a")
+    (sequence,) = _encoder(tokenizer).encode(chat)
+    assert _trained_text(sequence, tokenizer) == "a </s>"
+    assert "hello" in tokenizer.decode(sequence.tokens.tolist())
+
+
 def test_a_long_prompt_keeps_its_question_and_leaves_room():
     tokenizer, options = WordTokenizer(), DataOptions(sequence_length=40)
     chat = _chat("system: " + "s " * 50, "user: why")
@@ -163,7 +172,10 @@ def test_a_long_prompt_keeps_its_question_and_leaves_room():
 
 def test_chats_without_a_reply_in_a_sequence_are_counted():
     """A long system prompt leaves no room for a reply to train on."""
-    encoder, options = _encoder(WordTokenizer(), 16), DataOptions(sequence_length=16)
+    options = DataOptions(sequence_length=16)
+    long, plain = _chat(f"user: {'q ' * 20}", "assistant: a"), WordTokenizer(False)
+    assert not encode_given([long], _encoder(plain, 16), options, 0.5, Silent())
+    encoder = _encoder(WordTokenizer(), 16)
     long, short = (_chat(f"system: {'s ' * n}", "user: q", "assistant: a") for n in (20, 2))
     reporter = Silent()
     (sequence,) = encode_given([long, short, long], encoder, options, 0.5, reporter)
@@ -264,5 +276,5 @@ def test_no_other_sequence_starts_from_a_held_out_prompt():
         assert len(items) == count
         assert held_out not in {str(item.asked) for item in items if isinstance(item, Chat)}
     for same in ([_chat("user: 1")] * 9, [Document("one", f"x:{i}") for i in range(9)]):
-        with pytest.raises(DataError, match=r"at least two texts or prompts that differ.* found 1"):
+        with pytest.raises(DataError, match=r"at least two texts .* that differ.* found 1: x:\d"):
             divide(data if isinstance(same[0], Chat) else [], same, DataOptions())

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
-from mlx_redrafter.training_options import Recipe
+from mlx_redrafter.training_options import RECIPES, Recipe
 
 H, V, K, S, B = 4, 11, 3, 3, 5
 
@@ -105,6 +105,17 @@ def test_agreement_is_one_for_the_teacher_itself_and_finite_at_the_edges():
         value, gradient = mx.value_and_grad(agreement)(wrong, everything, teacher, mx.array(0.0))
         assert np.isfinite(value.item())
         assert mx.all(mx.isfinite(gradient)).item()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_position_whose_kept_tokens_all_lack_rows_has_a_gradient(recipe):
+    """Such as one within a word of another script, or a character of several tokens."""
+    case = Case(recipe)
+    lost = mx.full(case.batch.top_ids.shape, IMPOSSIBLE)
+    batch = case.batch._replace(top_log_probs=lost, tail=mx.ones((B, S)))
+    value, gradient = mx.value_and_grad(case.loss)(case.logits, batch)
+    assert np.isfinite(value.item())
+    assert mx.all(mx.isfinite(gradient)).item()
 
 
 def _arrays(*values: Any) -> list[mx.array]:

@@ -63,7 +63,7 @@ def test_no_shard_is_read_twice(tmp_path, monkeypatch):
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
     target.modules.watch((0,))
-    assert Teacher(target, cache, "train", K, ()).read(sequences, done.append) == 3
+    assert len(Teacher(target, cache, "train", K, ()).read(sequences, done.append)) == 3
     shared = cache.path("train", 0).stat()
     with_states = Teacher(target, cache, "train", K, (0,))
     with_states.read(sequences, lambda n: None)
@@ -79,6 +79,20 @@ def test_no_shard_is_read_twice(tmp_path, monkeypatch):
     assert cache.path("train", 0).read_bytes() == first
     states = cache.load("train", 1, (0,)).states
     assert states.shape[0] == 24
+
+
+def test_a_run_goes_on_with_the_texts_of_its_cache(tmp_path):
+    """A chat template may write the day, and a run may end on another one."""
+    target = Target(tiny_llama())
+    target.modules.watch((0,))
+    cache = TeacherCache(tmp_path, {})
+    first, later = (random_texts([12, 9], seed=seed) for seed in (0, 1))
+    Teacher(target, cache, "train", K, ()).read(first, lambda n: None)
+    (found,) = Teacher(target, cache, "train", K, (0,)).read(later, lambda n: None)
+    for own, text in zip(found, first, strict=True):
+        assert np.array_equal(own.tokens, text.tokens)
+    states = read_sequences(target, first, K, (0,)).states
+    assert mx.array_equal(cache.load("train", 0, (0,)).states, states)
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path):

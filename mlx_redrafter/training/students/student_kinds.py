@@ -5,17 +5,19 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.checkpoints.bundled import expand_name
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers import block, redrafter
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kind import UNKNOWN
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import quantization_of
-from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
@@ -56,8 +58,8 @@ LINK_RANK = 256
 LINK_MULTIPLE = 64
 # Number of candidates of DFlash 2's selector, as published.
 NUM_CANDIDATES = 16
-# Heads by their links; those with other links are DSpark's.
-LINKED: Mapping[str, Head] = {"none": "dflash", "selector": "dflash2"}
+# Heads by their links, which recurrent drafters lack; those with other links are DSpark's.
+LINKED: Mapping[str | None, Head] = {None: "redrafter", "none": "dflash", "selector": "dflash2"}
 # Length of DFlash 2's convolutions, in entries.
 CONV_TAPS = 4
 
@@ -72,7 +74,17 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
 
     Its own embedding and head stay as they are: they are copies of the target's.
     """
-    network: Any = load_drafter(path_or_repo) if head == "redrafter" else load_block(path_or_repo)
+    path_or_repo = expand_name(path_or_repo)
+    kind, _ = recognise(path_or_repo)
+    if kind not in (redrafter, block):
+        raise ConfigError(
+            f"expected a recurrent or block drafter to start from, found {kind.NAME}: "
+            f"{path_or_repo}; leave --start-from out"
+        )
+    network: Any = kind.load(path_or_repo, UNKNOWN)
+    found = LINKED.get(getattr(network.config, "link", None), "dspark")
+    if found != head:
+        raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
     if quantization_of(network) is not None:
         raise ConfigError(
             f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
@@ -88,9 +100,6 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     mx.eval(network.parameters())
     if isinstance(network, Drafter):
         return RecurrentStudent(network, target.modules.embed)
-    found = LINKED.get(network.config.link, "dspark")
-    if found != head:
-        raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
     for name in {"embed_tokens", "lm_head"} & network.keys():
         network[name].freeze()
     return BlockStudent(network, target)

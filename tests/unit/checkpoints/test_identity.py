@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter import Lookup, load, stream_generate
+from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.checkpoints import bundled, drafter_search, memory_check
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.cards import Card, read_card
@@ -120,6 +121,8 @@ def test_stores_are_searched_for_complete_models(cache, tmp_path):
     assert [model.name for model in stored_models()] == ["lmstudio/Other", "org/Model-4bit"]
     assert find_stored("model-4BIT", None) == find_stored("org/Model-4bit", None) == folder
     assert (repository_of(folder), repository_of(studio)) == ("org/Model-4bit", "lmstudio/Other")
+    # Cards and configs of drafters name the repository, by which drafters are found.
+    assert shared_name(folder) == "org/Model-4bit"
     shutil.copytree(target, tmp_path / ".lmstudio" / "models" / "me" / "Model-4bit")
     with pytest.raises(CheckpointError, match="me/Model-4bit, org/Model-4bit; give one"):
         find_stored("Model-4bit", None)
