@@ -81,8 +81,7 @@ async def list_models(service: Service, client: Request) -> Response:
 
 
 async def list_loaded(service: Service, client: Request) -> Response:
-    found = [(model, model.loaded) for model in service.models]
-    shown = [_describe_loaded(model, loaded) for model, loaded in found if loaded is not None]
+    shown = [_describe_loaded(one, found) for one in service.models if (found := one.loaded)]
     return respond({"models": shown})
 
 
