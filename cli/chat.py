@@ -192,8 +192,7 @@ class Talk:
             )
         if last is None:
             return
-        wanted = self.options.max_tokens
-        if last.finish_reason == "length" and last.generation_tokens != wanted:
+        if last.finish_reason == "length" and last.generation_tokens != self.options.max_tokens:
             typer.echo("the answer ends where the model's context does", err=True)
         if self.verbose:
             rate = last.tokens_per_step

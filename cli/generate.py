@@ -84,9 +84,8 @@ class GrammarOptions:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} cannot be combined; give one")
         for name, value in given.items():
-            text = value
-            if isinstance(value, Path):
-                text = read_file(value, "a grammar", max_bytes=MAX_GRAMMAR_BYTES)
+            is_file = isinstance(value, Path)
+            text = read_file(value, "a grammar", max_bytes=MAX_GRAMMAR_BYTES) if is_file else value
             return getattr(mlx_redrafter.Grammar, name)(text)  # its class methods have these names
         return None
 
@@ -124,8 +123,7 @@ def generate(
     written, tokens, last, hits = _generate(pair, prompt, options, rules, shown)
     if as_json:
         settings = shape if pair.drafts else dict.fromkeys(shape)
-        found = {**_to_json(written, tokens, last), **settings, "seed": options.seed}
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(_to_json(written, tokens, last) | settings | {"seed": options.seed}))
     else:
         typer.echo()
         if stats or (stats is None and (verbose or is_talkative())):

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.cli.model_options import Yes
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.interrupts import handling
 from mlx_redrafter.server.limits import Limits
 
 # Address of the server, which only this machine reaches.
@@ -174,7 +175,15 @@ def launch(
         key = server.api_key
         typer.echo(f"  {shown.replace(key, '***') if key else shown}", err=True)
         command = [program, *settings.arguments, *(arguments or [])]
-        code = subprocess.call(command, env={**os.environ, **settings.variables})
+        variables = {**os.environ, **settings.variables}
+        ours = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the agent
+        with handling(sys.maxsize), subprocess.Popen(command, env=variables) as process:
+            try:
+                code = process.wait()
+            except SystemExit:  # the agent, too, ends in order
+                process.terminate()
+                raise
+        signal.signal(signal.SIGINT, ours)
     raise typer.Exit(code)
 
 
@@ -198,10 +207,9 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
                 yield _wait(server, process, log.name)
             finally:
                 process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(40)  # its texts have 30 s to end
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                process.kill()
 
 
 def _serve_command(server: ServerOptions) -> list[str]:
@@ -252,8 +260,7 @@ def _describe_stored(server: ServerOptions) -> dict[str, Any]:
         command = f"REDRAFTER_API_KEY={shlex.quote(server.api_key)} {command}"
     typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
     folder = local_folder(server.model)
-    context = None if folder is None else read_context_length(folder)
-    return {"id": _name(server), "context_length": context}
+    return {"id": _name(server), "context_length": folder and read_context_length(folder)}
 
 
 def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:

@@ -38,8 +38,7 @@ def live_text(shows_drafts: bool) -> Iterator[Callable[[mlx_redrafter.Generation
 
 def print_text(response: mlx_redrafter.GenerationResponse) -> None:
     """Print the text of the next token at once; on a terminal, without control characters."""
-    is_terminal = sys.stdout.isatty()
-    sys.stdout.write(_harmless(response.text) if is_terminal else response.text)
+    sys.stdout.write(_harmless(response.text) if sys.stdout.isatty() else response.text)
     sys.stdout.flush()
 
 

@@ -238,7 +238,7 @@ class Models:
         self._reset(model)  # a client has chosen for this time in memory only
         _free_memory()
 
-    def _is_used(self, loaded: LoadedModel) -> bool:
+    def is_used(self, loaded: LoadedModel) -> bool:
         """Return whether a request for a model is prepared, waits or runs."""
         return loaded.num_preparing > 0 or self.is_busy(loaded)
 
@@ -253,7 +253,7 @@ class Models:
             for model in self.models:
                 if model.loaded is None or self._loading.locked():
                     continue
-                if self._is_used(model.loaded):
+                if self.is_used(model.loaded):
                     model.last_used = now
                 elif now - model.last_used > model.keep_alive:
                     self.unload(model)
@@ -288,7 +288,7 @@ class Models:
             oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
-            while left is not None and self._is_used(left):  # its running texts end first
+            while left is not None and self.is_used(left):  # its running texts end first
                 await asyncio.sleep(0.02)
             left = None
             _free_memory()

@@ -140,33 +140,32 @@ class Prefixes:
         if self._has_states and length == held:
             states[length] = self._engine.target.caches.copy_states(cache)
         path = self._add(tokens[:length], cache, owner)
-        self._contexts[path[-1].name] = num_prompt, prefix.contexts
+        self._contexts[path[-1][0].name] = num_prompt, prefix.contexts
         if len(self._contexts) > MAX_LOOKUP_TEXTS:
             del self._contexts[next(iter(self._contexts))]
         for position, arrays in states.items():
-            for node in path:
-                if node.start < position <= node.end and position not in node.states:
+            for node, count in path:  # the node's further tokens are those of another text
+                if node.start < position <= node.start + count and position not in node.states:
                     node.states.add(position)
                     metadata = {"node": node.name, "position": str(position)}
-                    self._store.put(f"{node.name}-{position}", arrays, metadata)
-        for node in reversed(path):
+                    # Files of earlier programs, with a dash in the name, may be of another text.
+                    self._store.put(f"{node.name}_{position}", arrays, metadata)
+        for node, _ in reversed(path):
             self._store.touch(node.name)
 
-    def _add(self, tokens: list[int], cache: list[Any], owner: str) -> list[_Node]:
+    def _add(self, tokens: list[int], cache: list[Any], owner: str) -> _Path:
         """Add the nodes that a text lacks; return all its nodes."""
-        root = self._root(owner)
-        found = list(self._follow(root, tokens))
-        path, start = [node for node, _ in found], sum(count for _, count in found)
-        while start < len(tokens):
-            parent = path[-1] if path else root
+        parent = self._root(owner)
+        path = list(self._follow(parent, tokens))
+        for start in range(sum(count for _, count in path), len(tokens), NODE_TOKENS):
+            parent = path[-1][0] if path else parent
             own = tokens[start : start + NODE_TOKENS]
             node = _Node(self._name(parent.name, start, own), start, own)
             entries = self._engine.target.caches.copy_entries(cache, start, node.end)
             metadata = {"parent": parent.name, "start": str(start), "tokens": json.dumps(own)}
             self._store.put(node.name, entries, metadata)
             parent.children.append(node)
-            path.append(node)
-            start = node.end
+            path.append((node, len(own)))
         return path
 
     def _take_contexts(self, path: _Path) -> Contexts | None:
@@ -232,9 +231,9 @@ class Prefixes:
             if position <= min(length, node.start + count)
         ]
         for position, node in sorted(found, key=lambda one: -one[0]):
-            state = self._store.get(f"{node.name}-{position}")
+            state = self._store.get(f"{node.name}_{position}")
             if state is not None:
-                self._store.touch(f"{node.name}-{position}")
+                self._store.touch(f"{node.name}_{position}")
                 return position, state
             node.states.discard(position)
         return 0, {}

@@ -150,8 +150,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, reply: Reply):
         headers = {"Cache-Control": "no-cache"}
-        media_type = reply.writer.media_type
-        super().__init__(reply.events(), headers=headers, media_type=media_type)
+        super().__init__(reply.events(), headers=headers, media_type=reply.writer.media_type)
         self._job = reply.job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -63,13 +63,14 @@ async def answer(
     request, stay = await service.read(client, read)
     model = service.models.find(request.model)
     prompts = request.messages if isinstance(request, ChatRequest) else request.prompts
-    if stay or (stay == 0 and prompts):  # 0 unloads the model after its text
+    is_used = model.loaded is not None and service.models.is_used(model.loaded)
+    if stay or (stay == 0 and (prompts or is_used)):  # 0 unloads the model after its texts
         model.keep_alive = stay
     if prompts:
         return await service.write(client, request, partial(OllamaWriter, field))
-    if stay == 0:
+    if stay == 0 and not is_used:
         service.models.unload(model)
-    else:
+    elif stay != 0:
         await service.models.open(request.model)
     reason = "unload" if stay == 0 else "load"
     return respond(OllamaWriter(field, model.name).loaded(reason))
@@ -80,8 +81,7 @@ async def list_models(service: Service, client: Request) -> Response:
 
 
 async def list_loaded(service: Service, client: Request) -> Response:
-    found = [(model, model.loaded) for model in service.models]
-    shown = [_describe_loaded(model, loaded) for model, loaded in found if loaded is not None]
+    shown = [_describe_loaded(one, found) for one in service.models if (found := one.loaded)]
     return respond({"models": shown})
 
 

@@ -107,8 +107,7 @@ def format_logprobs(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _shown(token: TokenLogprob) -> dict[str, Any]:
-    is_whole = "\ufffd" not in token.text
-    raw = list(token.text.encode()) if is_whole else None
+    raw = None if "\ufffd" in token.text else list(token.text.encode())
     return {"token": token.text, "logprob": token.logprob, "bytes": raw}
 
 

@@ -58,9 +58,8 @@ class CompletionWriter(ChoiceWriter):
 
 
 def _is_prompt(prompt: object) -> bool:
-    if isinstance(prompt, list):
-        return bool(prompt) and all(type(token) is int for token in prompt)
-    return isinstance(prompt, str)
+    is_list = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, str) or (is_list and prompt != [])
 
 
 def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:

@@ -357,3 +357,11 @@ def test_blank_caches_of_any_length(name, length):
             assert rows_of(layer)[0].shape[2] == min(shorter, most)
         outputs = target.verify(branching_tree(), cache)
         assert mx.all(mx.isfinite(outputs.logits)).item()
+
+
+def test_layers_without_attention_have_no_blank_entries():
+    target = Target(build(config_of("nemotron-nas")))
+    cache = blank_cache(target, 600)
+    assert [layer.offset for layer in cache.stock if layer.keys is not None] == [600, 600]
+    outputs = target.verify(branching_tree(), cache)
+    assert mx.all(mx.isfinite(outputs.logits)).item()

@@ -4,11 +4,14 @@ At the end, options of ``redrafter-mlx serve``.
 """
 
 import json
+import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +59,38 @@ def test_an_agent_uses_the_server_that_runs(calling, tmp_path, monkeypatch, capf
         result = run(capfd, "launch", agent, *port, *options)
         assert result.code == 2
         assert message in result.err
+
+
+# A program in place of an agent: it ends half a second after a signal, once it has saved its work.
+SAVING = f"""#!{sys.executable}
+import os, signal, sys, time
+def save(number, _):
+    time.sleep(0.5)
+    os.write(1, b"saved\\n")
+    sys.exit(7)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, save)
+os.write(1, b"ready\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
+def test_an_agent_ends_in_its_own_time(calling, tmp_path, number, code):
+    (tmp_path / "claude").write_text(SAVING)
+    (tmp_path / "claude").chmod(0o755)
+    where = {"PATH": str(tmp_path), "HOME": str(tmp_path), "REDRAFTER_API_KEY": KEY}
+    command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(calling.port)]
+    how: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=where, **how) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        if number == signal.SIGINT:  # a terminal sends it to both
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.communicate(timeout=60)[0] == "saved\n"
+    assert process.returncode == code
 
 
 def test_a_started_server_ends_with_its_agent(tmp_path):

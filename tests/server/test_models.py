@@ -131,6 +131,20 @@ def test_a_model_that_is_unloaded_at_once_serves_its_request(monkeypatch):
     assert asyncio.run(models.open("second"))[1].engine is not None
 
 
+def test_a_model_that_a_client_unloads_amid_a_text_is_not_loaded_twice(monkeypatch):
+    others = _models("second")
+    loads, end = [], {"model": "second", "keep_alive": 0}
+    at_call(monkeypatch, others[0], "load", lambda: loads.append(1))
+    with serving(make_engine(), others=others) as served:
+        served.slow_down(monkeypatch, 0.01)
+        with closing(served.begin(model="second")) as connection:
+            connection.getresponse()
+            assert served.send("/api/generate", end)[1]["done_reason"] == "unload"
+            assert served.send(PATH, {**BODY, "model": "second"})[0] == 200
+            assert len(loads) == 1
+        wait_until(lambda: _states(served)["second"] != "loaded")
+
+
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_an_unloaded_model_leaves_the_memory(streams):

@@ -256,6 +256,30 @@ def test_prompts_that_end_in_the_words_before_an_answer():
     assert [num for num, _ in cached[2:]] == [length for _, length in cached[1:-1]]
 
 
+def test_a_state_is_not_that_of_the_text_that_was_parted_from():
+    """The second text parts from the first amid its tokens, and ends before they do."""
+    loaded, cold = (_load("windows", PrefixStore(size)) for size in (1 << 30, 0))
+    for prompt in (PROMPT[:40], [*PROMPT[:10], 55, 56, 57], PROMPT[:13], PROMPT[:21]):
+        assert _write(loaded, prompt, OPTIONS)[0] == _write(cold, prompt, OPTIONS)[0]
+
+
+def test_a_text_that_ends_before_the_first_pass_of_its_batch():
+    """A client may go just then; layers with states have no record of any pass yet."""
+    loaded = _load("hybrid", PrefixStore(0))
+    requests = [read({"prompt": prompt}, OPTIONS)[0] for prompt in (PROMPT[:20], PROMPT[5:30])]
+    first, second = (Job(loaded, one, one.prompts, lambda *parts: None) for one in requests)
+    for _ in range(4):
+        assert first.step()
+        loaded.scheduler.advance()
+    second.step()
+    while len(list(loaded.scheduler.batch)) < 2:
+        assert first.step()
+        loaded.scheduler.advance()
+    second.cancel()
+    assert not second.step()
+    assert len(list(loaded.scheduler.batch)) == 1
+
+
 def test_nothing_is_kept_if_it_is_switched_off(tmp_path):
     with _kept("plain", tmp_path, limit=0) as loaded:
         assert [_write(loaded, PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]

@@ -172,7 +172,7 @@ class BatchCache:
         """Make layers like those of a sequence, the first one."""
         if self._kinds != _kinds(own):
             self._kinds = _kinds(own)
-            self.layers = [_layer(one) for one in own.layers]
+            self.layers = [_layer(one, TreePass([0], history=self._history)) for one in own.layers]
             self._parts = parts_of(self.layers)
             self.capacity = 0
 
@@ -217,12 +217,12 @@ class BatchCache:
                     part.write_aside(moves)
 
 
-def _layer(own: Any) -> Any:
+def _layer(own: Any, step: TreePass) -> Any:
     """Make the layer of a batch that is like that of a single sequence."""
     if isinstance(own, CacheList):
-        return CacheList(*map(_layer, own.caches))
+        return CacheList(*(_layer(one, step) for one in own.caches))
     if isinstance(own, RecurrentCache):
-        return RecurrentCache(ArraysCache(len(own.stock.cache)))
+        return RecurrentCache(ArraysCache(len(own.stock.cache)), step)
     return BATCH_LAYERS[type(own)](own)
 
 

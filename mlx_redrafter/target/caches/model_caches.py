@@ -65,7 +65,8 @@ class ModelCaches:
     def reserve(self, cache: TreeCache, num_rows: int) -> None:
         """Give the used layers of a cache that hold K/V entries room for ``num_rows``."""
         kinds = KVCache | ChunkedKVCache | QuantizedKVCache
-        reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
+        found = [one for one in parts_of(cache.stock) if isinstance(one, kinds)]
+        reserve_rows([one for one in found if one.keys is not None], num_rows)
 
     copy_entries = staticmethod(stored_cache.copy_entries)
     copy_states = staticmethod(stored_cache.copy_states)

@@ -18,9 +18,9 @@ from mlx_redrafter.trees.tree import TreeBatch
 class RecurrentCache:
     """The `LayerCache` of a layer with a state, on top of mlx-lm's ``ArraysCache``."""
 
-    def __init__(self, stock: ArraysCache):
+    def __init__(self, stock: ArraysCache, step: TreePass | None = None):
         self.stock = stock
-        self.step = TreePass([0])
+        self.step = step or TreePass([0])
         # Index of this layer's record in a pass.
         self._number = 0
 
