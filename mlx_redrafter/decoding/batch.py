@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.passes import (
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
-from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt, fail
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt, fail
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -75,11 +75,14 @@ class Batch(Lane):
         own = sequence.policy
         sequence.move(cache.slots[number], self.policy.join(own) if self.policy else own)
 
-    def leave(self, sequence: SequenceDecoder) -> None:
-        """Move a sequence out; its own caches get its K/V entries if they may be needed."""
+    def leave(self, sequence: SequenceDecoder, is_whole: bool = True) -> None:
+        """Move a sequence out; its own caches get its K/V entries if they may be needed.
+
+        They stay empty unless the entries are ``is_whole``.
+        """
         slot = self._slots.pop(sequence)
         is_over = sequence.is_finished or sequence.is_cancelled
-        is_needed = sequence.request.keeps_cache or not is_over
+        is_needed = is_whole and (sequence.request.keeps_cache or not is_over)
         with mx.stream(generation_stream):
             self.cache.leave(slot.number, slot.own if is_needed else None)
         sequence.move(None)
@@ -133,7 +136,15 @@ class Batch(Lane):
         self._num_nodes = trees.size
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in inputs if one.layers), ())
-        outputs = self._target.verify_batch(trees, self.cache, layers)
+        try:
+            outputs = self._target.verify_batch(trees, self.cache, layers)
+        except BaseException as error:  # some layers may have lost entries, also of those that rest
+            for sequence in self:
+                sequence.enter(Status.VERIFYING)
+                sequence.fail()
+                sequence.outbox.fail(error)
+                self.leave(sequence, is_whole=False)
+            raise
         for sequence, one in inputs.items():
             if not isinstance(one, TokenTree):  # a root, and the end of the prompt before it
                 sequence.cache.commit(range(one.size))

@@ -266,11 +266,12 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
 
 
 def fail(sequences: Iterable[SequenceDecoder], error: BaseException) -> None:
-    """Give an error to the outboxes of sequences; raise it if it is the end of a program.
+    """Give an error to the outboxes of sequences; raise it, too, if it is the end of a program.
 
-    A panic of a library that is written in Rust, such as llguidance, is no `Exception`.
+    A panic of a library that is written in Rust, such as llguidance, is no `Exception`. A program
+    that goes on after its end, as Ctrl-C in a notebook, may have left passes half-way.
     """
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-        raise error
     for one in sequences:
         one.outbox.fail(error)
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error

@@ -16,8 +16,10 @@ import pytest
 
 from mlx_redrafter import Engine, device_read
 from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target.caches.batch_layers import BatchLayer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.calls import at_call
@@ -83,7 +85,7 @@ def read_at_random(
             except StopIteration:
                 live.remove(number)
                 break
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 errors[number] = error
                 live.remove(number)
                 break
@@ -198,6 +200,39 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch
         again = engine.stream(PROMPTS[1], max_tokens=NUM_TOKENS, **shape)
         assert [r.token for r in again] == EXPECTED[1]
     assert num_failed > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(BatchLayer, "update_and_fetch"), (SequenceDecoder, "push")]
+)
+def test_ctrl_c_in_the_middle_of_a_shared_pass_spoils_no_text(monkeypatch, kind, owner, name):
+    """Texts either go on as they are, or end with an error and a cache of what they yielded."""
+    drafter, shape = KINDS[kind]
+    num_stopped = 0
+    for number in range(2, 32, 3):
+        engine = _engine(drafter)
+        shared, calls = engine.share(), itertools.count(1)
+        caches = [engine.new_prompt_cache() for _ in PROMPTS]
+        streams = [
+            engine.stream(one, prompt_cache=cache, shared=shared, max_tokens=NUM_TOKENS, **shape)
+            for one, cache in zip(PROMPTS, caches, strict=True)
+        ]
+
+        def stop(*_: Any) -> None:
+            if next(calls) == number:  # noqa: B023
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, stop)
+            found, errors = read_at_random(streams, number)
+        num_stopped += any(errors)
+        for one, tokens, error in zip(EXPECTED, found, errors, strict=True):
+            assert tokens == (one if error is None else one[: len(tokens)])
+        for cache, prompt, tokens in zip(caches, PROMPTS, found, strict=True):
+            if length := cache[0].offset:
+                assert_same_rows(cache, prefilled(MODEL, (prompt + tokens)[:length]))
+    assert num_stopped > 3
 
 
 @pytest.mark.parametrize(
