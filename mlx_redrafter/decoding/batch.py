@@ -99,13 +99,16 @@ class Batch(Lane):
             if one not in live:  # the pass overwrites the entries of its tree in flight
                 attempt(SequenceDecoder.commit, one)
         step(self, live)
-        for one in sequences:
-            if one.is_finished or one.is_cancelled or one.outbox.error is not None:
-                self.leave(one)
+        self._leave_ended(self)
         is_spare = 2 * len(self._slots) <= self.cache.num_slots
         self._num_spare = self._num_spare + self._num_nodes if is_spare else 0
         if self._num_spare > PATIENCE:
             self._shrink()
+
+    def _leave_ended(self, sequences: Iterable[SequenceDecoder]) -> None:
+        for one in sequences:
+            if one.is_finished or one.is_cancelled or one.outbox.error is not None:
+                self.leave(one)
 
     def _shrink(self) -> None:
         with mx.stream(generation_stream):
@@ -131,6 +134,8 @@ class Batch(Lane):
         return False
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Part]:
+        # Before the pass overwrites the root of a tree whose outcome is an error.
+        self._leave_ended(one for one in self if one not in inputs)
         inputs = {one: inputs[one] for one in sorted(inputs, key=self._number)}
         trees = self._trees(inputs)
         self._num_nodes = trees.size

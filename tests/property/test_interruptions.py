@@ -18,7 +18,7 @@ from mlx_redrafter import Engine, device_read
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine.responses import ResponseStream
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.target.caches.batch_layers import BatchLayer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
@@ -302,6 +302,30 @@ def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda number: list(work(number)), range(4))) == [expected] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_nan_in_a_batch_end_one_text_and_leave_its_cache_as_it_is(kind):
+    """The others' next pass must not overwrite the root of the tree that ended in NaN."""
+    drafter, shape = KINDS[kind]
+    for count, is_resting in itertools.product(range(3, 8), (False, True)):
+        engine = _engine(drafter)
+        cache, options = engine.new_prompt_cache(), {"shared": engine.share(), **shape}
+
+        def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+            is_end = tokens.size == len(PROMPTS[0]) + count  # noqa: B023
+            return logits * mx.nan if is_end else logits
+
+        stream = engine.stream(PROMPTS[0], prompt_cache=cache, logits_processors=[spoil], **options)
+        other = engine.stream(PROMPTS[1], max_tokens=NUM_TOKENS, **options)
+        others, found = [next(other).token], list[int]()
+        for _ in range(count - is_resting):
+            found.append(next(stream).token)
+        others += [response.token for response in other]
+        with pytest.raises(NonFiniteError):
+            found.extend(response.token for response in stream)
+        assert (found, others) == (EXPECTED[0][:count], EXPECTED[1])
+        assert_holds(cache, PROMPTS[0], found)
 
 
 class Client:
