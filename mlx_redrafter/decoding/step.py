@@ -18,10 +18,11 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.passes import Part, Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
-from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
+from mlx_redrafter.decoding.protocols import Drafting, Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.trees.tree import TokenTree
 
 # Tokens between two calls that return unused memory of MLX to the system, as in mlx-lm.
@@ -303,5 +304,11 @@ def propose_all(
         found = first.propose_all(group, plan, noises)
     if found is not None:
         return found
-    pairs = zip(group, noises, strict=True)
-    return [one.propose(flight, plan, noise) for (one, flight), noise in pairs]
+
+    def propose(drafting: Drafting, flight: Pass, noise: GumbelNoise | None) -> TokenTree | None:
+        try:
+            return drafting.propose(flight, plan, noise)
+        except (NonFiniteError, ConfigError):  # of its pass, whose commit ends its sequence alone
+            return None
+
+    return [propose(*pair, noise) for pair, noise in zip(group, noises, strict=True)]
