@@ -304,6 +304,24 @@ def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
         assert list(pool.map(lambda number: list(work(number)), range(4))) == [expected] * 4
 
 
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_in_the_prompt_of_a_text_that_is_read_later(call):
+    engine = _engine("lookup")
+    options: dict[str, Any] = {"shared": engine.share(), "max_tokens": NUM_TOKENS}
+    progress = Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
+    first = engine.stream(PROMPTS[0], prefill_step_size=2, **options)
+    stopped = engine.stream(
+        PROMPTS[1], prompt_progress_callback=progress, prefill_step_size=2, **options
+    )
+    last = engine.stream(PROMPTS[2], **options)
+    options["shared"].begin([one._sequence for one in (first, stopped, last)])
+    for one in (first, stopped):
+        with pytest.raises(KeyboardInterrupt):
+            next(one)
+        if one is first:
+            assert [response.token for response in last] == EXPECTED[2]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_that_are_nan_in_a_batch_end_one_text_and_leave_its_cache_as_it_is(kind):
     """The others' next pass must not overwrite the root of the tree that ended in NaN."""
