@@ -10,6 +10,7 @@ the next pass.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +19,9 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.passes import Part, Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
-from mlx_redrafter.decoding.protocols import Drafting, Group, JointDrafting, JointPolicy
+from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt, fail
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.trees.tree import TokenTree
@@ -209,8 +210,7 @@ class _Step:
             try:
                 arrays += self._propose(group)
             except Exception as error:  # no single sequence has caused it
-                for one in group:
-                    one.outbox.fail(error)
+                fail(group, error)
         if arrays:
             mx.async_eval(arrays)
 
@@ -304,11 +304,8 @@ def propose_all(
         found = first.propose_all(group, plan, noises)
     if found is not None:
         return found
-
-    def propose(drafting: Drafting, flight: Pass, noise: GumbelNoise | None) -> TokenTree | None:
-        try:
-            return drafting.propose(flight, plan, noise)
-        except (NonFiniteError, ConfigError):  # of its pass, whose commit ends its sequence alone
-            return None
-
-    return [propose(*pair, noise) for pair, noise in zip(group, noises, strict=True)]
+    found = [None] * len(group)
+    for number, ((one, flight), noise) in enumerate(zip(group, noises, strict=True)):
+        with suppress(NonFiniteError, ConfigError):  # of its pass, whose commit ends it alone
+            found[number] = one.propose(flight, plan, noise)
+    return found
