@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.passes import (
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
-from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt, fail
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt, fail
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -96,13 +96,16 @@ class Batch(Lane):
             if one not in live:  # the pass overwrites the entries of its tree in flight
                 attempt(SequenceDecoder.commit, one)
         step(self, live)
-        for one in sequences:
-            if one.is_finished or one.is_cancelled or one.outbox.error is not None:
-                self.leave(one)
+        self._leave_ended(self)
         is_spare = 2 * len(self._slots) <= self.cache.num_slots
         self._num_spare = self._num_spare + self._num_nodes if is_spare else 0
         if self._num_spare > PATIENCE:
             self._shrink()
+
+    def _leave_ended(self, sequences: Iterable[SequenceDecoder]) -> None:
+        for one in sequences:
+            if one.is_finished or one.is_cancelled or one.outbox.error is not None:
+                self.leave(one)
 
     def _shrink(self) -> None:
         with mx.stream(generation_stream):
@@ -128,12 +131,22 @@ class Batch(Lane):
         return False
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Part]:
+        # Before the pass overwrites the root of a tree whose outcome is an error.
+        self._leave_ended(one for one in self if one not in inputs)
         inputs = {one: inputs[one] for one in sorted(inputs, key=self._number)}
         trees = self._trees(inputs)
         self._num_nodes = trees.size
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in inputs if one.layers), ())
-        outputs = self._target.verify_batch(trees, self.cache, layers)
+        try:
+            outputs = self._target.verify_batch(trees, self.cache, layers)
+        except BaseException as error:  # some layers may have lost entries, also of those that rest
+            for sequence in self:
+                sequence.enter(Status.VERIFYING)
+                sequence.outbox.fail(error)
+                self._slots[sequence].own = None  # which stays empty
+                self.leave(sequence)
+            raise
         for sequence, one in inputs.items():
             if not isinstance(one, TokenTree):  # a root, and the end of the prompt before it
                 sequence.cache.commit(range(one.size))

@@ -158,6 +158,7 @@ class Scheduler:
             yield from prefill(group, limit)
         except BaseException as error:  # no single sequence has caused it
             failed = [one for one in group if one in self._unread]
+            self._unread = [one for one in self._unread if one not in failed]
             fail(failed, error)
             yield failed
 

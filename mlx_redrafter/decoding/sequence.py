@@ -87,7 +87,8 @@ class SequenceDecoder:
         # The newest pass that the drafting was given.
         self._seen: Pass | None = None
         self.outbox = Outbox(request, cache.length + len(request.prompt))
-        self.delivery = Delivery(on_close)
+        self.delivery = Delivery()
+        self._on_close = on_close
         self.status = Status.WAITING
         self.is_cancelled = False
 
@@ -222,7 +223,7 @@ class SequenceDecoder:
     def close(self) -> None:
         """End the sequence; with ``keeps_cache`` the caches hold what the caller has taken."""
         is_whole, self.status = self.status is not Status.VERIFYING, Status.FINISHED
-        self.delivery.close()
+        self._on_close(self.delivery.stats)
         try:
             if self.request.keeps_cache:
                 self._trim_to(self.delivery.stats.num_tokens, is_whole)
@@ -266,11 +267,11 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
 
 
 def fail(sequences: Iterable[SequenceDecoder], error: BaseException) -> None:
-    """Give an error to the outboxes of sequences; raise it if it is the end of a program.
+    """Give an error to sequences that it may leave half-way; raise it if it is Ctrl-C or the like.
 
     A panic of a library that is written in Rust, such as llguidance, is no `Exception`.
     """
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-        raise error
     for one in sequences:
         one.outbox.fail(error)
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error

@@ -10,6 +10,7 @@ the next pass.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +21,9 @@ from mlx_redrafter.decoding.passes import Part, Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
 from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt, fail
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.trees.tree import TokenTree
 
 # Tokens between two calls that return unused memory of MLX to the system, as in mlx-lm.
@@ -208,8 +210,7 @@ class _Step:
             try:
                 arrays += self._propose(group)
             except Exception as error:  # no single sequence has caused it
-                for one in group:
-                    one.outbox.fail(error)
+                fail(group, error)
         if arrays:
             mx.async_eval(arrays)
 
@@ -303,5 +304,8 @@ def propose_all(
         found = first.propose_all(group, plan, noises)
     if found is not None:
         return found
-    pairs = zip(group, noises, strict=True)
-    return [one.propose(flight, plan, noise) for (one, flight), noise in pairs]
+    found = [None] * len(group)
+    for number, ((one, flight), noise) in enumerate(zip(group, noises, strict=True)):
+        with suppress(NonFiniteError, ConfigError):  # of its pass, whose commit ends it alone
+            found[number] = one.propose(flight, plan, noise)
+    return found

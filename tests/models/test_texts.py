@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.architectures import SUPPORTED
@@ -32,7 +33,7 @@ from tests.helpers.calls import at_call
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
-from tests.helpers.models import random_drafter
+from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models import tiny_models
 from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
 from tests.models.test_layer_kinds import KINDS, long_config
@@ -325,14 +326,41 @@ def test_an_interruption_between_two_layers_with_rows(monkeypatch, kind, number,
 @pytest.mark.parametrize(
     ("kind", "number", "layer"),
     [("token", n, (n + more) % 3) for n in range(1, 7) for more in (0, 1)]
-    + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)],
+    + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)]
+    + [("path", n, (n + more) % 3) for n in range(3, 7) for more in (0, 1)],
 )
 def test_an_interruption_between_two_layers_with_states(monkeypatch, kind, number, layer):
-    place, is_tree = 3 * number + layer, kind == "tree"
+    place, is_tree = 3 * number + layer, kind != "token"
     when = (RecurrentCache, "branch", place) if is_tree else (ArraysCache, "__setitem__", 2 * place)
+    if kind == "path":  # before the layers take over the states after the accepted one
+        when = RecurrentCache, "expect", place
     # A chunk of the prompt, or its last token.
-    held = min(4 * number, len(PROMPT) - 1) if not is_tree and number < 4 else None
+    held = min(4 * number, len(PROMPT) - 1) if kind != "tree" and number < 4 else None
     assert_interrupted(monkeypatch, "states around rows", is_tree, when, held, oldest=0)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_an_interruption_of_a_shared_pass_between_two_layers(monkeypatch, has_drafts, layer):
+    """Texts that were in the pass, or rested, do not go on with states of which some are old."""
+    name = "states around rows"
+    model, text = build(config_of(name)), written(name)
+    drafter = Scripted(text, VOCAB_SIZE, accuracy=0.95) if has_drafts else None
+    for number in range(1, 6):
+        engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), drafter)
+        shared, caches = engine.share(), [engine.new_prompt_cache() for _ in range(3)]
+        options = {"max_tokens": 30, "shared": shared}
+        responses = [engine.stream(PROMPT, prompt_cache=cache, **options) for cache in caches]
+        taken = [[next(one).token] for one in responses]
+        with monkeypatch.context() as patch:
+            interrupt(patch, RecurrentCache, "expect", 3 * number + layer)
+            for one, tokens in zip(responses, taken, strict=True):
+                with pytest.raises(KeyboardInterrupt):
+                    tokens.extend(response.token for response in one)
+        for cache, tokens in zip(caches, taken, strict=True):
+            assert tokens == text[: len(tokens)]
+            if held := num_tokens(cache):
+                assert_holds(model, cache, [*PROMPT, *tokens][:held])
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])

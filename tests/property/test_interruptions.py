@@ -16,8 +16,10 @@ import pytest
 
 from mlx_redrafter import Engine, device_read
 from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine.responses import ResponseStream
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, NonFiniteError
+from mlx_redrafter.target.caches.batch_layers import BatchLayer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.calls import at_call
@@ -83,7 +85,7 @@ def read_at_random(
             except StopIteration:
                 live.remove(number)
                 break
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 errors[number] = error
                 live.remove(number)
                 break
@@ -200,6 +202,39 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch
     assert num_failed > 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(BatchLayer, "update_and_fetch"), (SequenceDecoder, "push")]
+)
+def test_ctrl_c_in_the_middle_of_a_shared_pass_spoils_no_text(monkeypatch, kind, owner, name):
+    """Texts either go on as they are, or end with an error and a cache of what they yielded."""
+    drafter, shape = KINDS[kind]
+    num_stopped = 0
+    for number in range(2, 32, 3):
+        engine = _engine(drafter)
+        shared, calls = engine.share(), itertools.count(1)
+        caches = [engine.new_prompt_cache() for _ in PROMPTS]
+        streams = [
+            engine.stream(one, prompt_cache=cache, shared=shared, max_tokens=NUM_TOKENS, **shape)
+            for one, cache in zip(PROMPTS, caches, strict=True)
+        ]
+
+        def stop(*_: Any) -> None:
+            if next(calls) == number:  # noqa: B023
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, stop)
+            found, errors = read_at_random(streams, number)
+        num_stopped += any(errors)
+        for one, tokens, error in zip(EXPECTED, found, errors, strict=True):
+            assert tokens == (one if error is None else one[: len(tokens)])
+        for cache, prompt, tokens in zip(caches, PROMPTS, found, strict=True):
+            if length := cache[0].offset:
+                assert_same_rows(cache, prefilled(MODEL, (prompt + tokens)[:length]))
+    assert num_stopped > 3
+
+
 @pytest.mark.parametrize(
     ("kind", "fault"), [("plain", "no token"), ("chains", "no token"), ("chains", "raises")]
 )
@@ -267,6 +302,48 @@ def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda number: list(work(number)), range(4))) == [expected] * 4
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_in_the_prompt_of_a_text_that_is_read_later(call):
+    engine = _engine("lookup")
+    options: dict[str, Any] = {"shared": engine.share(), "max_tokens": NUM_TOKENS}
+    progress = Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
+    first = engine.stream(PROMPTS[0], prefill_step_size=2, **options)
+    stopped = engine.stream(
+        PROMPTS[1], prompt_progress_callback=progress, prefill_step_size=2, **options
+    )
+    last = engine.stream(PROMPTS[2], **options)
+    options["shared"].begin([one._sequence for one in (first, stopped, last)])
+    for one in (first, stopped):
+        with pytest.raises(KeyboardInterrupt):
+            next(one)
+        if one is first:
+            assert [response.token for response in last] == EXPECTED[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_nan_in_a_batch_end_one_text_and_leave_its_cache_as_it_is(kind):
+    """The others' next pass must not overwrite the root of the tree that ended in NaN."""
+    drafter, shape = KINDS[kind]
+    for count, is_resting in itertools.product(range(3, 8), (False, True)):
+        engine = _engine(drafter)
+        cache, options = engine.new_prompt_cache(), {"shared": engine.share(), **shape}
+
+        def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+            is_end = tokens.size == len(PROMPTS[0]) + count  # noqa: B023
+            return logits * mx.nan if is_end else logits
+
+        stream = engine.stream(PROMPTS[0], prompt_cache=cache, logits_processors=[spoil], **options)
+        other = engine.stream(PROMPTS[1], max_tokens=NUM_TOKENS, **options)
+        others, found = [next(other).token], list[int]()
+        for _ in range(count - is_resting):
+            found.append(next(stream).token)
+        others += [response.token for response in other]
+        with pytest.raises(NonFiniteError):
+            found.extend(response.token for response in stream)
+        assert (found, others) == (EXPECTED[0][:count], EXPECTED[1])
+        assert_holds(cache, PROMPTS[0], found)
 
 
 class Client:

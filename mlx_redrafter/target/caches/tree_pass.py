@@ -371,6 +371,8 @@ class Visit(NamedTuple):
 
         Of a path that is not accepted yet, the root alone counts.
         """
+        if number >= len(self.step.records):  # an error has ended the pass before this layer
+            return None
         record, path = self.step.records[number], self.step.paths[self.row] or (0,)
         count = length - self.step.lengths[self.row]
         if count == 0:
