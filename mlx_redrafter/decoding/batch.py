@@ -75,11 +75,14 @@ class Batch(Lane):
         own = sequence.policy
         sequence.move(cache.slots[number], self.policy.join(own) if self.policy else own)
 
-    def leave(self, sequence: SequenceDecoder) -> None:
-        """Move a sequence out; its own caches get its K/V entries if they may be needed."""
+    def leave(self, sequence: SequenceDecoder, is_whole: bool = True) -> None:
+        """Move a sequence out; its own caches get its K/V entries if they may be needed.
+
+        They stay empty unless the entries are ``is_whole``.
+        """
         slot = self._slots.pop(sequence)
         is_over = sequence.is_finished or sequence.is_cancelled
-        is_needed = sequence.request.keeps_cache or not is_over
+        is_needed = is_whole and (sequence.request.keeps_cache or not is_over)
         with mx.stream(generation_stream):
             self.cache.leave(slot.number, slot.own if is_needed else None)
         sequence.move(None)
@@ -143,9 +146,9 @@ class Batch(Lane):
         except BaseException as error:  # some layers may have lost entries, also of those that rest
             for sequence in self:
                 sequence.enter(Status.VERIFYING)
+                sequence.fail()
                 sequence.outbox.fail(error)
-                self._slots[sequence].own = None  # which stays empty
-                self.leave(sequence)
+                self.leave(sequence, is_whole=False)
             raise
         for sequence, one in inputs.items():
             if not isinstance(one, TokenTree):  # a root, and the end of the prompt before it

@@ -109,6 +109,9 @@ class DecodingStats:
     num_verified: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
+    def count_token(self) -> None:
+        self.num_tokens += 1
+
     def count_step(self, num_accepted: int, num_verified: int) -> None:
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
@@ -209,7 +212,10 @@ class StepClock:
     def __init__(self) -> None:
         self._last: float | None = None
         # Seconds that the caller has spent with tokens since the last outcome.
-        self.away = 0.0
+        self._away = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        self._away += seconds
 
     def skip(self) -> None:
         self._last = None
@@ -218,7 +224,7 @@ class StepClock:
         """Return the seconds since the last call; None at first, after `skip` or a long absence."""
         now = time.perf_counter()
         last, self._last = self._last, now
-        away, self.away = self.away, 0.0
+        away, self._away = self._away, 0.0
         if last is None or away > MAX_ABSENCE * (now - last):
             return None
         return now - last
@@ -227,24 +233,26 @@ class StepClock:
 class Delivery:
     """The tokens that the caller of a sequence has taken, the times of its steps, and all counts.
 
-    ``num_ready`` tokens are yielded next without another step.
+    ``on_close`` gets the counts when the sequence ends, for whatever reason. ``num_ready`` tokens
+    are yielded next without another step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_close: Callable[[DecodingStats], None]):
         self.stats = DecodingStats()
         self.clock = StepClock()
         self.num_ready = 0
+        self._on_close = on_close
 
     def deliver(self, tokens: Sequence[Token]) -> Iterator[Token]:
         """Yield tokens, and count them and the time that the caller spends with each."""
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.num_ready = left
-            self.stats.num_tokens += 1
+            self.stats.count_token()
             start = time.perf_counter()
             try:
                 yield token
             finally:
-                self.clock.away += time.perf_counter() - start
+                self.clock.leave_out(time.perf_counter() - start)
 
     def count(self, newest: Pass, request: Request, policy: DraftPolicy | None) -> None:
         """Count a pass that the host has read, and let the policy observe it."""
@@ -256,3 +264,6 @@ class Delivery:
         seconds = self.clock.lap()
         if policy is not None:
             policy.observe(Step(newest.plan, newest.num_nodes, newest.tokens, seconds))
+
+    def close(self) -> None:
+        self._on_close(self.stats)

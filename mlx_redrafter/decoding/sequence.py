@@ -87,8 +87,7 @@ class SequenceDecoder:
         # The newest pass that the drafting was given.
         self._seen: Pass | None = None
         self.outbox = Outbox(request, cache.length + len(request.prompt))
-        self.delivery = Delivery()
-        self._on_close = on_close
+        self.delivery = Delivery(on_close)
         self.status = Status.WAITING
         self.is_cancelled = False
 
@@ -223,7 +222,7 @@ class SequenceDecoder:
     def close(self) -> None:
         """End the sequence; with ``keeps_cache`` the caches hold what the caller has taken."""
         is_whole, self.status = self.status is not Status.VERIFYING, Status.FINISHED
-        self._on_close(self.delivery.stats)
+        self.delivery.close()
         try:
             if self.request.keeps_cache:
                 self._trim_to(self.delivery.stats.num_tokens, is_whole)

@@ -60,7 +60,7 @@ class Explorer:
         self._further, self._further_cost = Choice(), math.inf
         self._untried, self._switch_cost = Choice(), math.inf
         # The steps of a switch that are left, all alike.
-        self.switch: list[Choice] = []
+        self._switch: list[Choice] = []
 
     def prepare(self, best: Choice, drafted: Choice, fixed: Choice, all_tokens: Floats) -> None:
         """Find what explores next to the best choice.
@@ -83,10 +83,10 @@ class Explorer:
 
     def choose(self, allows_drafts: bool) -> Choice:
         """Return the best choice, or now and then one that shows more, if the guard allows it."""
-        if allows_drafts and not self.switch and self._budget.pay_switch(self._switch_cost):
-            self.switch = SWITCH * [self._untried]
-        if self.switch and (allows_drafts or self.switch[-1].plan is None):
-            return self.switch.pop()
+        if allows_drafts and not self._switch and self._budget.pay_switch(self._switch_cost):
+            self._switch = SWITCH * [self._untried]
+        if self._switch and (allows_drafts or self._switch[-1].plan is None):
+            return self._switch.pop()
         is_larger = self._best.plan is not None
         if is_larger and not allows_drafts:
             return Choice()
@@ -96,11 +96,15 @@ class Explorer:
     @property
     def is_plain(self) -> bool:
         """Whether the next step is a plain one of a switch."""
-        return bool(self.switch) and self.switch[-1].plan is None
+        return bool(self._switch) and self._switch[-1].plan is None
 
     def begin_plain(self) -> None:
         """Begin with some plain steps, of which the costs of all steps are learned."""
-        self.switch = FIRST * [Choice()]
+        self._switch = FIRST * [Choice()]
+
+    def stop_switch(self) -> None:
+        """Give up the switch that is under way, if there is one."""
+        self._switch = []
 
     def _larger(self, best: Choice, all_tokens: Floats) -> tuple[Choice, float]:
         """Return the best choice with longer and wider drafts in turns, and its further cost."""
@@ -169,7 +173,7 @@ class Planner:
         looks_up = matches and not self.explorer.is_plain
         lookup = self._look_up(matches, count) if looks_up else None
         if lookup is None:
-            self.state.budget.lookups -= seconds
+            self.state.budget.pay_lookups(seconds)
         self.newest = lookup or self.explorer.choose(self.learner.guard.allows_drafts)
         self._in_flight.append(self.newest)
         return self.newest
@@ -199,7 +203,7 @@ class Planner:
         start = self._clock()
         if self.learner.learn(self._best.rate):
             self._best = self._find_best()
-            self.state.budget.learning -= self._clock() - start
+            self.state.budget.pay_learning(self._clock() - start)
 
     def _select(
         self, candidates: Sequence[Candidates], count: int, is_early: bool
@@ -216,7 +220,7 @@ class Planner:
             if wanted != 1 and not self.learner.guard.allows_drafts:
                 # The step in flight when this one was chosen has cost too much.
                 wanted = 1
-                self.explorer.switch = []
+                self.explorer.stop_switch()
                 self._revise(tokens=1.0)
             if wanted is not None:
                 most = min(wanted, *(tree.size for tree in trees))

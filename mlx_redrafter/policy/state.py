@@ -75,6 +75,14 @@ class Budget:
         self.switches = 0.0
         return True
 
+    def pay_learning(self, seconds: float) -> None:
+        """Pay for the host's time."""
+        self.learning -= seconds
+
+    def pay_lookups(self, seconds: float) -> None:
+        """Pay for lookups that were not chosen."""
+        self.lookups -= seconds
+
 
 @dataclass
 class PolicyState:

@@ -35,7 +35,7 @@ def test_steps_last_from_outcome_to_outcome_unless_the_caller_was_away(monkeypat
     monkeypatch.setattr(delivery, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step(seconds: float, away: float = 0.0) -> float | None:
-        clock.away += away
+        clock.leave_out(away)
         now[0] += seconds
         return clock.lap()
 
