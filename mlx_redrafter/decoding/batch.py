@@ -141,15 +141,7 @@ class Batch(Lane):
         self._num_nodes = trees.size
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in inputs if one.layers), ())
-        try:
-            outputs = self._target.verify_batch(trees, self.cache, layers)
-        except BaseException as error:  # some layers may have lost entries, also of those that rest
-            for sequence in self:
-                sequence.enter(Status.VERIFYING)
-                sequence.fail()
-                sequence.outbox.fail(error)
-                self.leave(sequence, is_whole=False)
-            raise
+        outputs = self._run(trees, layers)
         for sequence, one in inputs.items():
             if not isinstance(one, TokenTree):  # a root, and the end of the prompt before it
                 sequence.cache.commit(range(one.size))
@@ -164,6 +156,18 @@ class Batch(Lane):
             found |= {one: (results, number) for number, one in enumerate(group)}
         alone = {one: drafts for one, drafts in inputs.items() if one not in found}
         return found | self._sample_alone(alone, outputs, noises, promoted)
+
+    def _run(self, trees: TreeBatch, layers: Sequence[int]) -> TargetOutputs:
+        """Run the target; an error ends all sequences, also those that rest, with empty caches."""
+        try:
+            return self._target.verify_batch(trees, self.cache, layers)
+        except BaseException as error:  # some layers may have lost entries
+            for sequence in self:
+                sequence.enter(Status.VERIFYING)
+                sequence.fail()
+                sequence.outbox.fail(error)
+                self.leave(sequence, is_whole=False)
+            raise
 
     def _number(self, sequence: SequenceDecoder) -> int:
         return self._slots[sequence].number
