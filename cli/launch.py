@@ -260,7 +260,8 @@ def _describe_stored(server: ServerOptions) -> dict[str, Any]:
         command = f"REDRAFTER_API_KEY={shlex.quote(server.api_key)} {command}"
     typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
     folder = local_folder(server.model)
-    return {"id": _name(server), "context_length": folder and read_context_length(folder)}
+    context = None if folder is None else read_context_length(folder)
+    return {"id": _name(server), "context_length": context}
 
 
 def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:

@@ -285,8 +285,8 @@ class Planner:
 
     def _verify(self, from_text: bool) -> list[float]:
         """Return costs by entry of COUNTS for as many tokens as the slowest sequence has."""
-        share, (plain, *verify) = self.state.evenness.share(from_text), self._costs.verify
-        return [plain, *(cost / share for cost in verify)]
+        share, (none, *verify) = self.state.evenness.share(from_text), self._costs.verify
+        return [none, *(cost / share for cost in verify)]
 
     def _worth(
         self, candidates: Sequence[Sequence[float]], count: int, from_text: bool

@@ -279,19 +279,17 @@ class CurrentCosts:
 
     def update(self, ratios: TimeRatios, share: float = 1.0) -> None:
         """Take over the newest ratios, and the share of `Evenness` of a network."""
-        self.plain: float = self._costs.plain * ratios.of(1)
+        slowed = np.array([ratios.of(kind) for kind in (EMPTY, *SIZES)])
         uneven = np.array([1.0, *(1 / share for _ in SIZES)])
-
-        def cost(unverified: int) -> tuple[Floats, Floats]:
-            slowed = np.array([ratios.of(kind) for kind in (unverified, *SIZES)])
-            verify = np.maximum(self._verify * slowed, self.plain)
-            drafting = self._drafting[..., None] * slowed
-            return verify, (drafting + verify) * uneven + self._unfit
-
-        self.step: Floats = cost(SHADOW)[1]
-        verify, waiting = cost(EMPTY)
+        self.plain: float = self._costs.plain * ratios.of(1)
+        verify = np.maximum(self._verify * slowed, self.plain)
         self.verify: list[float] = verify.tolist()
-        self.waiting: Floats = waiting + self._costs.wait
+        self.step: Floats = (self._drafting[..., None] * slowed + verify) * uneven + self._unfit
+        self.waiting: Floats = self.step + self._costs.wait
+        # Without nodes to verify, a step whose drafts nobody waits for has shadow drafts.
+        shadow = ratios.of(SHADOW)
+        plain = max(self._costs.plain * shadow, self.plain)
+        self.step[..., 0] = self._drafting * shadow + plain + self._unfit[..., 0]
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
         """Return the seconds of a step as timed beforehand."""

@@ -179,7 +179,7 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
         if not isinstance(message.get("content"), str):
             raise DataError(f"{origin}: expected message {number} to have a text as its content")
     if len(messages) == 1 and messages[0]["role"] == "assistant":
-        raise DataError(f"{origin}: expected a message before the assistant's, found none")
+        raise DataError(f"{origin}: expected a message before the assistant's, found none; add it")
     return messages
 
 

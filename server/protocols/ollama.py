@@ -63,15 +63,14 @@ async def answer(
     request, stay = await service.read(client, read)
     model = service.models.find(request.model)
     prompts = request.messages if isinstance(request, ChatRequest) else request.prompts
-    is_used = model.loaded is not None and service.models.is_used(model.loaded)
-    if stay or (stay == 0 and (prompts or is_used)):  # 0 unloads the model after its texts
+    if stay is not None:  # 0 unloads the model after its texts
         model.keep_alive = stay
     if prompts:
         return await service.write(client, request, partial(OllamaWriter, field))
-    if stay == 0 and not is_used:
-        service.models.unload(model)
-    elif stay != 0:
+    if stay != 0:
         await service.models.open(request.model)
+    elif model.loaded is None or not service.models.is_used(model.loaded):
+        service.models.unload(model)
     reason = "unload" if stay == 0 else "load"
     return respond(OllamaWriter(field, model.name).loaded(reason))
 

@@ -58,8 +58,9 @@ class CompletionWriter(ChoiceWriter):
 
 
 def _is_prompt(prompt: object) -> bool:
-    is_list = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    return isinstance(prompt, str) or (is_list and prompt != [])
+    if isinstance(prompt, list):
+        return bool(prompt) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, str)
 
 
 def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:

@@ -275,6 +275,7 @@ def test_no_other_sequence_starts_from_a_held_out_prompt():
     for items, count in ((sources.prompts, 30), (sources.given, 6)):
         assert len(items) == count
         assert held_out not in {str(item.asked) for item in items if isinstance(item, Chat)}
+    few = r"at least two texts or prompts that differ.* found 1: x:\d"
     for same in ([_chat("user: 1")] * 9, [Document("one", f"x:{i}") for i in range(9)]):
-        with pytest.raises(DataError, match=r"at least two texts .* that differ.* found 1: x:\d"):
+        with pytest.raises(DataError, match=few):
             divide(data if isinstance(same[0], Chat) else [], same, DataOptions())

@@ -84,7 +84,10 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     network: Any = kind.load(path_or_repo, UNKNOWN)
     found = LINKED.get(getattr(network.config, "link", None), "dspark")
     if found != head:
-        raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
+        raise ConfigError(
+            f"expected a drafter for --head {head}, found one for --head {found}; give that head, "
+            "or another --start-from"
+        )
     if quantization_of(network) is not None:
         raise ConfigError(
             f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
