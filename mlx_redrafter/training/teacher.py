@@ -120,10 +120,13 @@ class TeacherOutputs:
 def _summarise(outputs: TargetOutputs, k: int) -> dict[str, mx.array]:
     """Keep the k most probable next tokens and the probability of all others, by `Shard`'s names.
 
-    Blocks until MLX has evaluated them.
+    Keep the inputs of layers alone if ``k`` is 0. Blocks until MLX has evaluated them.
     """
     logits, hidden = outputs.logits, outputs.hidden_states
-    states = hidden[..., :0] if outputs.states is None else outputs.states
+    states = (hidden[..., :0] if outputs.states is None else outputs.states).astype(mx.float16)
+    if k == 0:  # the logits are never computed
+        mx.eval(states)
+        return {"states": states}
     batch, size, vocab = logits.shape
     flat = logits.reshape(-1, vocab).astype(mx.float32)
     values, indices = top_k(flat, k)
@@ -139,7 +142,7 @@ def _summarise(outputs: TargetOutputs, k: int) -> dict[str, mx.array]:
         "top_ids": indices.astype(mx.int32).reshape(batch, size, k),
         "top_log_probs": log_probs.astype(mx.float16).reshape(batch, size, k),
         "tail": tail.reshape(batch, size),
-        "states": states.astype(mx.float16),
+        "states": states,
     }
     mx.eval(arrays)
     return arrays
@@ -173,12 +176,14 @@ class Teacher:
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
     ) -> list[TokenSequence]:
         """Read the texts of one shard, unless its files exist, and return those that it holds."""
+        k = self.k
         if self.cache.has(self.split, number):  # with texts of another day, or without layers
             sequences = unpack_sequences(self.cache.load(self.split, number).arrays())
+            k = 0  # the shard stays
         if all(self.cache.has(self.split, number, layers) for layers in ((), self.layers)):
             on_tokens(sum(map(len, sequences)))
         else:
-            shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
+            shard = read_sequences(self.target, sequences, k, self.layers, on_tokens)
             self.cache.save(self.split, number, shard, self.layers)
         return list(sequences)
 
