@@ -370,6 +370,7 @@ def test_streams_that_are_garbage_disturb_no_other(kind, where):
         return engine.stream(PROMPTS[0], shared=scheduler, max_tokens=NUM_TOKENS, **options, **more)
 
     gc.disable()
+    gc.freeze()  # what other tests have left takes seconds to look through
     try:
         stream = begin(logits_processors=[collect])
         tokens = [next(stream).token]
@@ -387,6 +388,7 @@ def test_streams_that_are_garbage_disturb_no_other(kind, where):
                 break
             tokens.append(response.token)
     finally:
+        gc.unfreeze()
         gc.enable()
     assert tokens == EXPECTED[0]
     assert gone[0]() is None
