@@ -11,6 +11,7 @@ import pytest
 
 from mlx_redrafter import Engine, Grammar, generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Answer, TokenLogprob
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
@@ -177,6 +178,14 @@ def test_json_follows_the_thinking():
         status, answer = served.send("/v1/chat/completions", {**body, "max_tokens": 100})
     assert status == 200
     assert json.loads(answer["choices"][0]["message"]["content"]).keys() == {"name", "ok"}
+
+
+def test_only_the_end_of_a_prompt_begins_the_thinking():
+    """A message, such as a file that an agent reads, may have the mark, too."""
+    tokenizer = tool_tokenizer(thinks=True)
+    ends = "<think>\n", "<think>", "<think>?[A]", "<think></think>"
+    states = [first_state(tokenizer, tokenizer.encode(f"[U]A[A]{end}")) for end in ends]
+    assert states == ["reasoning", "reasoning", "normal", "normal"]
 
 
 def test_an_object_may_be_cut(schooled):
