@@ -305,6 +305,7 @@ function open(other) {
   running?.abort();
   running = refused = null;
   chat = other;
+  chat.leaf = newest(chat, chat.leaf);  // the page may have been closed before a new answer began
   tell();
   draw();
   setRunning(false);
@@ -620,7 +621,7 @@ function ask(text, parent) {
 async function respond(question) {
   if (running) return;
   const own = chat, turn = {id: newId(), parent: question.id, role: "assistant", content: "", reasoning: "", runs: [], drafted: 0, end: null};
-  const mine = running = Object.assign(new AbortController(), {turn});
+  const mine = running = Object.assign(new AbortController(), {turn}), shown = path(own).includes(question) ? own.leaf : question.id;
   own.leaf = question.id;
   setRunning(true);
   tell();
@@ -652,6 +653,7 @@ async function respond(question) {
   turn.end = failure ? {AbortError: "stopped"}[failure.name] ?? {lost: "lost"}[failure.kind] ?? "failed" : turn.end ?? "stop";
   if (turn.end === "length" && !(turn.tokens >= turn.most && turn.most > 0)) turn.context = turn.total;
   if (running === mine) running = null;
+  if (own.leaf === question.id) own.leaf = shown;  // nothing has come: an earlier answer stays
   saving.now();
   if (own === chat) {
     draw();

@@ -303,6 +303,15 @@ def test_edits_and_other_answers_keep_the_old_ones(page, script):
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "ONE"}]
     _press(page, "Earlier version")
     _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    script.refuse(503, "the server ends")
+    _press(page, "Regenerate", 0)
+    page.locator("#alert", has_text="the server ends").wait_for()
+    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    script.say("Best.", held=0)
+    _press(page, "Regenerate", 0)
+    page.locator("#send", has_text="Stop").wait_for()
+    page.reload()
+    _expect(_contents, page, ["ONE", "Better."])
 
 
 def test_delete_can_be_undone(page, script):
