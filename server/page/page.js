@@ -393,7 +393,7 @@ function endOf({end, context, most}) {
 // Buttons that page through the versions of a turn.
 function versions(turn) {
   const all = chat.turns.filter(one => one.parent === turn.parent && one.role === turn.role), at = all.indexOf(turn);
-  if (all.length < 2) return [];
+  if (at < 0 || all.length < 2) return [];  // nothing of a new answer has come
   const step = (sign, by, label) => {
     const go = change(sign, () => {
       chat.leaf = newest(chat, all[at + by].id);

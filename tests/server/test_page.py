@@ -310,6 +310,7 @@ def test_edits_and_other_answers_keep_the_old_ones(page, script):
     script.say("Best.", held=0)
     _press(page, "Regenerate", 0)
     page.locator("#send", has_text="Stop").wait_for()
+    assert "of 2" not in page.inner_text("article.assistant")
     page.reload()
     _expect(_contents, page, ["ONE", "Better."])
 
