@@ -498,7 +498,7 @@ async function reach(promise) {
 }
 
 async function request(path, options = {}) {
-  const key = find("key").value;
+  const key = String.fromCharCode(...new TextEncoder().encode(find("key").value));  // as the server reads headers
   const headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
   const response = await reach(fetch(path, {...options, headers}));
   if (response.ok) return response;

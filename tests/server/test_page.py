@@ -617,7 +617,7 @@ def test_a_server_that_fails(page, script):
 
 
 def test_a_missing_key_opens_settings(open_page, script):
-    script.key = "secret"
+    script.key = "sécret“".encode().decode("latin-1")
     page = open_page(script.url)
     page.locator("#refused").wait_for()
     _wait_for_focus(page, "key")
@@ -627,7 +627,7 @@ def test_a_missing_key_opens_settings(open_page, script):
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     page.locator("#refused").wait_for()
-    page.fill("#key", "secret")
+    page.fill("#key", "sécret“")
     page.keyboard.press("Enter")
     page.locator("article", has_text="Well.").wait_for()
     _expect(_alert, page, "")
