@@ -189,7 +189,7 @@ class Answer:
             if self._tools:
                 self._blank = text[len(text.rstrip()) :]
             part.content += text.removesuffix(self._blank)
-            if text and self._request.format is not None:  # JSON, in which no marker counts
+            if text.strip() and self._request.format is not None:  # JSON, in which no marker counts
                 self._machine = TextStateMachine().make_state("normal")
 
     def _read_call(self, part: Part, piece: ToolCall | None) -> None:
