@@ -553,7 +553,8 @@ function leftOut(turns) {
   const context = model().context_length ?? Infinity, limit = context - Math.min(ROOM, context / 4);
   const before = turns.at(-2), length = from => turns.slice(from).reduce((sum, turn) => sum + turn.content.length, 0);
   let first = before?.leftOut ?? 0;
-  const known = length(first) - turns.at(-1).content.length, density = before?.total && known ? before.total / known : USUAL_DENSITY;
+  const known = length(first) - turns.at(-1).content.length, tokens = before?.total - (before?.thought ?? 0);  // thinking is not sent again
+  const density = tokens && known ? tokens / known : USUAL_DENSITY;
   if (density * length(first) <= limit) return first;
   while (first < turns.length - 1 && density * length(first) > limit * 0.75) first += 2;
   return first;
@@ -597,7 +598,10 @@ async function post(turn, turns, signal) {
 
 function addEvent(turn, event, start) {
   const choice = event.choices[0];
-  if (event.usage) turn.total = event.usage.prompt_tokens + event.usage.completion_tokens;
+  if (event.usage) {
+    turn.total = event.usage.prompt_tokens + event.usage.completion_tokens;
+    turn.thought = event.usage.completion_tokens_details?.reasoning_tokens;
+  }
   if (!choice) return;
   const delta = choice.delta ?? {content: choice.text};
   turn.reasoning += delta.reasoning ?? delta.reasoning_content ?? "";

@@ -633,6 +633,14 @@ def test_a_missing_key_opens_settings(open_page, script):
     _expect(_alert, page, "")
 
 
+def test_thinking_does_not_fill_the_context(page, script):
+    """It is not sent again, however long it was."""
+    script.say("Well.", thought=6000)
+    _send(page, "ONE")
+    _send(page, "TWO " * 20)
+    assert len(script.asked[-1]["messages"]) == 3
+
+
 def test_a_full_context_loses_the_oldest_turns(page, script):
     _set(page, "system", "SYSTEM")
     for i in range(4):
