@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Annotated, Any
 
 import typer
@@ -245,6 +246,8 @@ def _find(server: ServerOptions) -> dict[str, Any] | None:
         ) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    except HTTPException:  # it does not speak HTTP
+        models = []
     if not models or any(one.get("owned_by") != "mlx_redrafter" for one in models):
         raise ConfigError(f"another program's server runs at {server.url}; give another --port")
     return _choose(models, server)

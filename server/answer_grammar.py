@@ -13,6 +13,9 @@ from mlx_redrafter.server.call_grammar import CallGrammar
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.tools import Tools
 
+# Maximum number of tokens by which a chat template begins the reasoning.
+MAX_BEGINNING = 16
+
 
 class AnswerFormat(NamedTuple):
     """JSON schema of an answer, and the field of the request that gives it, for messages."""
@@ -22,12 +25,14 @@ class AnswerFormat(NamedTuple):
 
 
 def first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
-    """Return the state of a text after a chat's prompt, which may have begun the reasoning."""
-    if tokenizer.response_initial_state:
-        return tokenizer.response_initial_state
-    is_open = tokenizer.has_thinking and (
-        tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-    )
+    """Return the state of a text after a chat's prompt, whose end may have begun the reasoning."""
+    if tokenizer.response_initial_state or not tokenizer.has_thinking:
+        return tokenizer.response_initial_state or "normal"
+    tail = list(prompt[-MAX_BEGINNING:])
+    start = tokenizer.rfind_think_start(tail)
+    after = tail[start + len(tokenizer.think_start_tokens) :]
+    # The mark in a message, such as a question about it, begins nothing.
+    is_open = start >= 0 and not tokenizer.decode(after).strip()
     return "reasoning" if is_open else "normal"
 
 

@@ -112,8 +112,8 @@ class Answer:
             states = make_text_state_machine(tokenizer)
             self._kind = first_state(tokenizer, prompt)
         elif isinstance(request.grammar, LateGrammar):  # the JSON comes after the thinking
-            states = TextStateMachine({"reasoning": [(tokenizer.think_end, "normal")]})
-            self._kind = "reasoning"
+            marks = {"reasoning": [(tokenizer.think_end, "normal")], "normal": []}
+            states, self._kind = TextStateMachine(marks), "reasoning"
         self._machine = states.make_state(self._kind)
         self._call, self._has_called = "", False
         self._ids: set[str] = set()
@@ -189,7 +189,7 @@ class Answer:
             if self._tools:
                 self._blank = text[len(text.rstrip()) :]
             part.content += text.removesuffix(self._blank)
-            if text and self._request.format is not None:  # JSON, in which no marker counts
+            if text.strip() and self._request.format is not None:  # JSON, in which no marker counts
                 self._machine = TextStateMachine().make_state("normal")
 
     def _read_call(self, part: Part, piece: ToolCall | None) -> None:

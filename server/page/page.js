@@ -305,6 +305,7 @@ function open(other) {
   running?.abort();
   running = refused = null;
   chat = other;
+  chat.leaf = newest(chat, chat.leaf);  // the page may have been closed before a new answer began
   tell();
   draw();
   setRunning(false);
@@ -392,7 +393,7 @@ function endOf({end, context, most}) {
 // Buttons that page through the versions of a turn.
 function versions(turn) {
   const all = chat.turns.filter(one => one.parent === turn.parent && one.role === turn.role), at = all.indexOf(turn);
-  if (all.length < 2) return [];
+  if (at < 0 || all.length < 2) return [];  // nothing of a new answer has come
   const step = (sign, by, label) => {
     const go = change(sign, () => {
       chat.leaf = newest(chat, all[at + by].id);
@@ -497,7 +498,7 @@ async function reach(promise) {
 }
 
 async function request(path, options = {}) {
-  const key = find("key").value;
+  const key = String.fromCharCode(...new TextEncoder().encode(find("key").value));  // as the server reads headers
   const headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
   const response = await reach(fetch(path, {...options, headers}));
   if (response.ok) return response;
@@ -552,7 +553,8 @@ function leftOut(turns) {
   const context = model().context_length ?? Infinity, limit = context - Math.min(ROOM, context / 4);
   const before = turns.at(-2), length = from => turns.slice(from).reduce((sum, turn) => sum + turn.content.length, 0);
   let first = before?.leftOut ?? 0;
-  const known = length(first) - turns.at(-1).content.length, density = before?.total && known ? before.total / known : USUAL_DENSITY;
+  const known = length(first) - turns.at(-1).content.length, tokens = before?.total - (before?.thought ?? 0);  // thinking is not sent again
+  const density = tokens && known ? tokens / known : USUAL_DENSITY;
   if (density * length(first) <= limit) return first;
   while (first < turns.length - 1 && density * length(first) > limit * 0.75) first += 2;
   return first;
@@ -596,7 +598,10 @@ async function post(turn, turns, signal) {
 
 function addEvent(turn, event, start) {
   const choice = event.choices[0];
-  if (event.usage) turn.total = event.usage.prompt_tokens + event.usage.completion_tokens;
+  if (event.usage) {
+    turn.total = event.usage.prompt_tokens + event.usage.completion_tokens;
+    turn.thought = event.usage.completion_tokens_details?.reasoning_tokens;
+  }
   if (!choice) return;
   const delta = choice.delta ?? {content: choice.text};
   turn.reasoning += delta.reasoning ?? delta.reasoning_content ?? "";
@@ -620,7 +625,7 @@ function ask(text, parent) {
 async function respond(question) {
   if (running) return;
   const own = chat, turn = {id: newId(), parent: question.id, role: "assistant", content: "", reasoning: "", runs: [], drafted: 0, end: null};
-  const mine = running = Object.assign(new AbortController(), {turn});
+  const mine = running = Object.assign(new AbortController(), {turn}), shown = path(own).includes(question) ? own.leaf : question.id;
   own.leaf = question.id;
   setRunning(true);
   tell();
@@ -652,6 +657,7 @@ async function respond(question) {
   turn.end = failure ? {AbortError: "stopped"}[failure.name] ?? {lost: "lost"}[failure.kind] ?? "failed" : turn.end ?? "stop";
   if (turn.end === "length" && !(turn.tokens >= turn.most && turn.most > 0)) turn.context = turn.total;
   if (running === mine) running = null;
+  if (own.leaf === question.id) own.leaf = shown;  // nothing has come: an earlier answer stays
   saving.now();
   if (own === chat) {
     draw();

@@ -33,6 +33,7 @@ class Scripted:
         pieces: Tokens of the next answers; every second one is a draft.
         pause: Seconds between two tokens.
         held: Number of tokens after which answers wait for `go`; None for none.
+        thought: Number of tokens of thinking before each answer.
         end: How answers end: a finish reason, "broken" or an error object.
         refusals: Responses for the next requests, before they are answered.
         asked: Bodies of the requests for answers, with their paths.
@@ -43,6 +44,7 @@ class Scripted:
     pieces: list[str] = field(default_factory=list)
     pause: float = 0.0
     held: int | None = None
+    thought: int = 0
     end: Any = "stop"
     refusals: list[Response] = field(default_factory=list)
     key: str = ""
@@ -57,7 +59,7 @@ class Scripted:
         """Choose the next answers by words, and how they are sent."""
         self.pieces = [f"{word} " for word in text.split(" ")]
         self.pieces[-1] = self.pieces[-1][:-1]
-        self.pause, self.held, self.end = 0.0, None, "stop"
+        self.pause, self.held, self.thought, self.end = 0.0, None, 0, "stop"
         self.go.clear()
         for name, value in changes.items():
             setattr(self, name, value)
@@ -103,7 +105,8 @@ class Scripted:
         number = len(self.pieces)
         last = {"delta": {}, "finish_reason": self.end, "tokens": number, "steps": steps}
         yield _event({"choices": [last]})
-        usage = {"prompt_tokens": 100, "completion_tokens": number}
+        usage: dict[str, Any] = {"prompt_tokens": 100, "completion_tokens": number + self.thought}
+        usage["completion_tokens_details"] = {"reasoning_tokens": self.thought}
         yield _event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 

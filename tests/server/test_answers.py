@@ -11,11 +11,13 @@ import pytest
 
 from mlx_redrafter import Engine, Grammar, generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Answer, TokenLogprob
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import _format_logprobs
 from tests.helpers.models import ByteTokenizer, fast_tokenizer, random_drafter, tiny_llama
+from tests.helpers.tools import tool_tokenizer
 from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
@@ -166,6 +168,24 @@ def test_answers_fit_the_schema(schooled):
         prompt, grammar=Grammar.json_schema(SCHEMA), max_tokens=100, temp=1.0, seed=3
     )
     assert text == whole.message.content
+
+
+def test_json_follows_the_thinking():
+    tokenizer = tool_tokenizer(thinks=True)
+    ends = dict.fromkeys(tokenizer.encode("</think>", add_special_tokens=False), 99)
+    body = {"messages": MESSAGES, "logit_bias": ends, "response_format": _format(SCHEMA)}
+    with serving(Engine(tiny_llama(vocab_size=288, spread=2.0), tokenizer, None)) as served:
+        status, answer = served.send("/v1/chat/completions", {**body, "max_tokens": 100})
+    assert status == 200
+    assert json.loads(answer["choices"][0]["message"]["content"]).keys() == {"name", "ok"}
+
+
+def test_only_the_end_of_a_prompt_begins_the_thinking():
+    """A message, such as a file that an agent reads, may have the mark, too."""
+    tokenizer = tool_tokenizer(thinks=True)
+    ends = "<think>\n", "<think>", "<think>?[A]", "<think></think>"
+    states = [first_state(tokenizer, tokenizer.encode(f"[U]A[A]{end}")) for end in ends]
+    assert states == ["reasoning", "reasoning", "normal", "normal"]
 
 
 def test_an_object_may_be_cut(schooled):

@@ -179,6 +179,14 @@ def test_several_calls_between_two_markers(kind):
     assert [(call.parsed or {})["text"] for call in whole.tool_calls] == [PLAIN, PLAIN]
 
 
+def test_several_calls_instead_of_a_format():
+    engine = Engine(MODEL, tool_tokenizer(), None)
+    call = _marked(engine, _tokens(engine, PLAIN, TEXTS["json_tools"]))
+    calls = [*call, *_spell(engine, "\n"), *call]
+    whole = _join(_read(engine, calls, "stop", response_format={"type": "json_object"}))
+    assert (len(whole.tool_calls), whole.content) == (2, "")
+
+
 @pytest.mark.parametrize("kind", ["qwen3_coder", "gemma4", "json_tools"])
 def test_a_call_that_is_cut(kind):
     """Its pieces have been sent already, so the whole answer has them, too."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,19 @@ def test_a_model_without_tools_is_named(cli, served):
     found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
     assert found.code == 0
     assert "tiny takes no tools" in found.err
+
+
+def test_a_program_that_does_not_speak_http_is_no_server(cli):
+    def greet(other: socket.socket) -> None:
+        with other.accept()[0] as connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as thread:
+        thread.submit(greet, other)
+        result = cli("launch", "codex", "--port", other.getsockname()[1], "--print")
+    assert result.code == 2
+    assert "another program's server runs at" in result.err
 
 
 def test_options_are_checked_before_loading(cli, monkeypatch):

@@ -303,6 +303,16 @@ def test_edits_and_other_answers_keep_the_old_ones(page, script):
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "ONE"}]
     _press(page, "Earlier version")
     _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    script.refuse(503, "the server ends")
+    _press(page, "Regenerate", 0)
+    page.locator("#alert", has_text="the server ends").wait_for()
+    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    script.say("Best.", held=0)
+    _press(page, "Regenerate", 0)
+    page.locator("#send", has_text="Stop").wait_for()
+    assert "of 2" not in page.inner_text("article.assistant")
+    page.reload()
+    _expect(_contents, page, ["ONE", "Better."])
 
 
 def test_delete_can_be_undone(page, script):
@@ -607,7 +617,7 @@ def test_a_server_that_fails(page, script):
 
 
 def test_a_missing_key_opens_settings(open_page, script):
-    script.key = "secret"
+    script.key = "sécret“".encode().decode("latin-1")
     page = open_page(script.url)
     page.locator("#refused").wait_for()
     _wait_for_focus(page, "key")
@@ -617,10 +627,18 @@ def test_a_missing_key_opens_settings(open_page, script):
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     page.locator("#refused").wait_for()
-    page.fill("#key", "secret")
+    page.fill("#key", "sécret“")
     page.keyboard.press("Enter")
     page.locator("article", has_text="Well.").wait_for()
     _expect(_alert, page, "")
+
+
+def test_thinking_does_not_fill_the_context(page, script):
+    """It is not sent again, however long it was."""
+    script.say("Well.", thought=6000)
+    _send(page, "ONE")
+    _send(page, "TWO " * 20)
+    assert len(script.asked[-1]["messages"]) == 3
 
 
 def test_a_full_context_loses_the_oldest_turns(page, script):
