@@ -90,7 +90,6 @@ class Engine:
         self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
-        self.memory.passes = self.target.share_passes(self.memory.passes)
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
@@ -315,6 +314,7 @@ class Engine:
         if cached is not None and len(cached) == target.num_layers + num_own:
             # mlx-lm's convention: the target's layers, then those of the draft model.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
+        self.memory.passes = target.share_passes(self.memory.passes)
         cache = target.caches.new(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
         if options.max_tokens < 0 and target.context_length is not None:

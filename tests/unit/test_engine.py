@@ -26,7 +26,9 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.calls import at_call
-from tests.helpers.equality import tokens
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import ids, stock_tokens, tokens
+from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import ROOT, chat_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config, windowed_config
 
@@ -147,6 +149,17 @@ def test_lookup_is_the_default(model):
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
     assert [r.token for r in responses] == tokens(model, text, max_tokens=30)
+
+
+def test_an_engine_writes_with_the_weights_that_the_model_has_now(monkeypatch):
+    compile_passes(monkeypatch, uses=2)
+    model, other = tiny_llama(seed=5), tiny_llama(seed=6)
+    first, second = (ids(stock_tokens(one, PROMPT, 20)) for one in (model, other))
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), Scripted(first, VOCAB_SIZE, 0.9))
+    options = {"max_tokens": 20, "beam_width": 1, "beam_length": 4}
+    assert [r.token for r in engine.stream(PROMPT, **options)] == first
+    model.update(other.parameters())
+    assert [r.token for r in engine.stream(PROMPT, **options)] == second
 
 
 SCRIPT = """
