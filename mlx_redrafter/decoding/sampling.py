@@ -268,7 +268,8 @@ class StockSampler(TokenSampler):
 
     All nodes of one depth sample from the same random state, the one that plain decoding would
     have there, and the state after a step is the one after the last choice that counted. The
-    sampler must depend on its argument and on ``mx.random.state`` only.
+    sampler must depend on its argument and on ``mx.random.state`` only, and draw as many numbers
+    for every argument.
     """
 
     def __init__(self, sampler: Sampler):

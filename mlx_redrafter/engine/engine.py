@@ -119,7 +119,8 @@ class Engine:
             prompt: Text, or token ids.
             sampler: A sampler in mlx-lm's form instead of ``temp`` to ``seed``: the tokens are
                 those of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend
-                on its argument and on ``mx.random.state`` only.
+                on its argument and on ``mx.random.state`` only, and draw as many random numbers for
+                every argument, as mlx-lm's do.
             logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
             prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
                 as in mlx-lm, those of a draft model, an EAGLE head or an MTP module; it holds the
