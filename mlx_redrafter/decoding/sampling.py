@@ -78,13 +78,13 @@ class TokenSampler(ABC):
         """
 
     def commit(self, num_choices: int) -> None:  # noqa: B027
-        """Keep the first choices of the last `sample` along the path, and forget the others."""
+        """Keep the first choices of the last `sample` along the path, and forget the others.
+
+        What others have done with the random state meanwhile stays, here and in `go_back`.
+        """
 
     def go_back(self, num_choices: int) -> None:  # noqa: B027
-        """Leave what there is after so many choices in all, of the last two passes.
-
-        What others have done with it meanwhile stays.
-        """
+        """Leave what there is after so many choices in all, of the last two passes."""
 
 
 class GumbelNoise(NamedTuple):
@@ -268,7 +268,8 @@ class StockSampler(TokenSampler):
 
     All nodes of one depth sample from the same random state, the one that plain decoding would
     have there, and the state after a step is the one after the last choice that counted. The
-    sampler must depend on its argument and on ``mx.random.state`` only.
+    sampler must depend on its argument and on ``mx.random.state`` only, and draw as many numbers
+    for every argument.
     """
 
     def __init__(self, sampler: Sampler):
@@ -278,8 +279,8 @@ class StockSampler(TokenSampler):
         # Random states before each level of a pass and after the last one, by the choices before
         # it: the newest pass and the one before.
         self._keys: dict[int, mx.array] = {}
-        # The random state that it has left.
-        self._left = mx.zeros((2,), dtype=mx.uint32)
+        # The object of the random state that it has left; each draw makes another one.
+        self._left: mx.array | None = None
 
     def sample(
         self,
@@ -288,7 +289,10 @@ class StockSampler(TokenSampler):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """Sample as mlx-lm would, and leave the random state after the first choice."""
+        """Sample as mlx-lm would, and leave the random state after the deepest choice.
+
+        So texts in turns never draw the same numbers.
+        """
         keys = [random_state()]
         chosen = [self._sample(log_probs[:1], keys[0])]
         for _ in range(1, num_levels):
@@ -302,21 +306,22 @@ class StockSampler(TokenSampler):
         self._num_before += self._num_chosen
         kept = {before: self._keys[before]} if self._num_chosen else {}
         self._keys = {**kept, self._num_before: states}
-        self.commit(1)
+        self._num_chosen = 1
+        self._leave(self._num_before + num_levels)
         return mx.concatenate(chosen)
 
     def commit(self, num_choices: int) -> None:
         self._num_chosen = num_choices
-        self._leave(self._num_before + num_choices)
+        self.go_back(self._num_before + num_choices)
 
     def go_back(self, num_choices: int) -> None:
-        if mx.array_equal(random_state(), self._left):
+        if mx.random.state[0] is self._left:  # type: ignore[index]
             self._leave(num_choices)
 
     def _leave(self, num_choices: int) -> None:
         first = max(one for one in self._keys if one <= num_choices)
-        self._left = self._keys[first][num_choices - first]
-        _set_random_state(self._left)
+        _set_random_state(self._keys[first][num_choices - first])
+        self._left = mx.random.state[0]  # type: ignore[index]
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)

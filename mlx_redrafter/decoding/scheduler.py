@@ -17,6 +17,7 @@ from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.prefill import may_share, prefill
 from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt, fail
 from mlx_redrafter.decoding.step import step_alone
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.target import Target
 
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
@@ -109,6 +110,11 @@ class Scheduler:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         """Let nothing else change the batch meanwhile."""
+        if self._is_busy:
+            raise ConfigError(
+                "texts with one scheduler of engine.share() are read one after the other, found "
+                "two at once; read them in one thread, or give each thread a scheduler of its own"
+            )
         self._is_busy = True
         try:
             yield

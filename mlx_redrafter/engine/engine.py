@@ -90,7 +90,6 @@ class Engine:
         self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
-        self.memory.passes = self.target.share_passes(self.memory.passes)
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
@@ -120,7 +119,8 @@ class Engine:
             prompt: Text, or token ids.
             sampler: A sampler in mlx-lm's form instead of ``temp`` to ``seed``: the tokens are
                 those of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend
-                on its argument and on ``mx.random.state`` only.
+                on its argument and on ``mx.random.state`` only, and draw as many random numbers for
+                every argument, as mlx-lm's do.
             logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
             prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
                 as in mlx-lm, those of a draft model, an EAGLE head or an MTP module; it holds the
@@ -315,6 +315,7 @@ class Engine:
         if cached is not None and len(cached) == target.num_layers + num_own:
             # mlx-lm's convention: the target's layers, then those of the draft model.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
+        self.memory.passes = target.share_passes(self.memory.passes)
         cache = target.caches.new(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
         if options.max_tokens < 0 and target.context_length is not None:

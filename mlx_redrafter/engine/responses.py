@@ -1,5 +1,6 @@
 """mlx-lm's responses, made of the tokens of one sequence or of a batch, and locks of caches."""
 
+import atexit
 import logging
 import threading
 import time
@@ -24,6 +25,22 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
+
+# Streams that have begun, and the threads that read them.
+_begun: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+def _begin(stream: "ResponseStream | BatchStream") -> None:
+    end_streams_with_thread()
+    _begun[stream] = threading.current_thread()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close streams while there are modules to do it: Python takes those away when it ends."""
+    for stream, thread in list(_begun.items()):
+        if thread is threading.current_thread() or not thread.is_alive():
+            stream.close()
 
 
 @dataclass
@@ -132,6 +149,8 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
                 "a stream belongs to the thread that read it first, found another one; read it in "
                 "one thread, such as that of a ThreadPoolExecutor(1)"
             )
+        if self._reader is None:
+            _begin(self)
         self._reader = thread
         return next(self._responses)
 
@@ -172,7 +191,6 @@ def _respond(
     responder_of: Callable[[], Responder],
     scheduler: Scheduler | None,
 ) -> Generator[GenerationResponse, None, None]:
-    end_streams_with_thread()
     responder = responder_of()
     calls = () if scheduler is None else (scheduler.step, scheduler.leave)
     with (
@@ -222,7 +240,7 @@ class BatchStream(Iterator[BatchResponse]):
         self._responses.close()
 
     def _respond(self) -> Generator[BatchResponse, None, None]:
-        end_streams_with_thread()
+        _begin(self)
         model = self._scheduler.target.model
         with wire_memory(model):
             try:

@@ -9,7 +9,7 @@ To compile takes as long as building some tens of graphs, so a pass is compiled 
 used often enough. Some models need the length on the host, and a compiled graph may round in
 another way than its operations. So before a model's first compiled pass, its bits are compared at
 two lengths. A model that fails is not compiled. The weights are constants of a compiled pass. So
-another target of the model shares its passes only if nobody has replaced weights since.
+another text, or target of the model, uses its passes only if nobody has replaced weights since.
 
 Axes: N nodes of a tree, S entries that it attends to.
 """

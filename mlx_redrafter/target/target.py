@@ -119,12 +119,12 @@ class Target:
         self.compiled = CompiledPasses() if compiled is None else compiled
 
     def share_passes(self, earlier: CompiledPasses | None) -> CompiledPasses:
-        """Use the passes of an earlier target if the model has its weights; return those in use."""
+        """Use the passes of an earlier text if the model has its weights; return those in use."""
         if self.compiled.are_used:
-            if earlier is not None and earlier.fit(self.model):
-                self.compiled = earlier
-            else:
-                self.compiled.fit(self.model)
+            if earlier is None or not earlier.fit(self.model):
+                earlier = CompiledPasses(True)
+                earlier.fit(self.model)
+            self.compiled = earlier
         return self.compiled
 
     @property

@@ -182,6 +182,17 @@ def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text()
         assert text == expected[number]
 
 
+def test_a_text_that_is_read_amid_a_pass_of_others_is_refused():
+    engine = Engine(MODEL, TOKENIZER, None)
+    shared = engine.share()
+    other = engine.stream([5], shared=shared)
+    first = engine.stream(
+        [7], shared=shared, prompt_progress_callback=lambda done, total: next(other)
+    )
+    with pytest.raises(ConfigError, match="found two at once; read them in one thread"):
+        next(first)
+
+
 def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(responses.time, "perf_counter", lambda: next(clock))

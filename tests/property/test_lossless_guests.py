@@ -167,11 +167,12 @@ def test_texts_with_drafts_made_ahead(drafter, shape):
         assert ahead.hits.passes > 5
 
 
-def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch):
+@pytest.mark.parametrize("num_outcomes", [1, 3])
+def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch, num_outcomes):
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
     plain = {name: expected(name) for name in ("greedy", "sampled")}
     use_policy(monkeypatch, RandomShapes(1))
-    ahead = SpeculateAhead(drafter, num_outcomes=3)
+    ahead = SpeculateAhead(drafter, num_outcomes)
     assert {name: write(ahead, name) for name in plain} == plain
     assert ahead.hits.passes > 0
 

@@ -26,7 +26,9 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.calls import at_call
-from tests.helpers.equality import tokens
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import ids, stock_tokens, tokens
+from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import ROOT, chat_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config, windowed_config
 
@@ -149,9 +151,21 @@ def test_lookup_is_the_default(model):
     assert [r.token for r in responses] == tokens(model, text, max_tokens=30)
 
 
+def test_an_engine_writes_with_the_weights_that_the_model_has_now(monkeypatch):
+    compile_passes(monkeypatch, uses=2)
+    model, other = tiny_llama(seed=5), tiny_llama(seed=6)
+    first, second = (ids(stock_tokens(one, PROMPT, 20)) for one in (model, other))
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), Scripted(first, VOCAB_SIZE, 0.9))
+    options = {"max_tokens": 20, "beam_width": 1, "beam_length": 4}
+    assert [r.token for r in engine.stream(PROMPT, **options)] == first
+    model.update(other.parameters())
+    assert [r.token for r in engine.stream(PROMPT, **options)] == second
+
+
 SCRIPT = """
 import threading
 from mlx_redrafter import Engine, generate, load
+import mlx.core as mx
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 model, tokenizer, drafter = tiny_llama(seed=4), wrapped_tokenizer(64), random_drafter(64, 32)
@@ -167,15 +181,20 @@ for work in (write, write_batch, load):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+
+engine = Engine(model, tokenizer)
+begun = [engine.stream([5], sampler=mx.random.categorical), engine.stream_batch([[5, 17], [3]])]
+for stream in begun:
+    next(stream)
 print("written")
 """
 
 
-def test_threads_that_have_ended_do_not_abort_the_process():
+def test_neither_threads_that_have_ended_nor_open_streams_disturb_the_end_of_the_process():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
 
 
 ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]

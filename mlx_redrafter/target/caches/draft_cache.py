@@ -91,6 +91,7 @@ class DraftLineage:
         own = mx.eye(width).astype(mx.bool_)
         if self._ancestors is not None:
             before = self._ancestors if beams is None else self._ancestors[beams]
+            before = mx.broadcast_to(before, (width, before.shape[1]))
             own = mx.concatenate([before, own], axis=1)
         return self._place(own, depth, max_depth)
 

@@ -210,12 +210,24 @@ def test_stock_sampler_walks_the_states_of_plain_sampling():
         mx.random.seed(8)
         chooser = StockSampler(sampler)
         chosen: Any = chooser.sample(rows, depths, None, 4).tolist()
-        state_before_commit = random_state()
         chooser.commit(num_choices)
-        if num_choices == 1:
-            assert state_before_commit == state_after  # as if only the first choice were made
         assert [[chosen[node]] for node in path] == expected
         assert random_state() == state_after
+
+
+def test_texts_in_turns_draw_from_states_of_their_own():
+    sampler = make_sampler(temp=1.0)
+    rows = nn.log_softmax(mx.random.normal((3, 40), key=mx.random.key(0)))
+    mx.random.seed(8)
+    expected: list[Any] = [sampler(rows[:1]).item() for _ in range(4)]
+    mx.random.seed(8)
+    first, second = StockSampler(sampler), StockSampler(sampler)
+    assert first.sample(rows[:1], None, None, 3).tolist() == expected[:1]
+    assert second.sample(rows[:1], None, None, 1).tolist() == expected[3:]
+    state = random_state()
+    first.commit(2)
+    first.go_back(1)
+    assert random_state() == state
 
 
 def random_state() -> list[int]:
