@@ -94,15 +94,18 @@ def cached_repository(name: str) -> Path:
 
 
 def repository_of(folder: Path) -> str:
-    """Name the repository of a folder in one of the stores; for others the folder's name."""
-    folder = folder.resolve()
-    for parent in folder.parents:
-        if parent.name.startswith(CACHED):
-            return _repository(parent.name)
-    for home in _lm_studio_folders():
-        if folder.parent.parent == home.resolve():
-            return f"{folder.parent.name}/{folder.name}"
-    return folder.name
+    """Name the repository of a folder or a link in one of the stores; for others the folder's name.
+
+    A link to a folder in a store has the name of that one.
+    """
+    homes, resolved = [home.resolve() for home in _lm_studio_folders()], folder.resolve()
+    for path in (resolved, folder.absolute()):
+        for parent in path.parents:
+            if parent.name.startswith(CACHED):
+                return _repository(parent.name)
+        if path.parent.parent.resolve() in homes:
+            return f"{path.parent.name}/{path.name}"
+    return resolved.name
 
 
 def is_complete(folder: Path, patterns: Sequence[str] | None) -> bool:

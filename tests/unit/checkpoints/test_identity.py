@@ -123,10 +123,18 @@ def test_stores_are_searched_for_complete_models(cache, tmp_path):
     studio = tmp_path / ".lmstudio" / "models" / "lmstudio" / "Other"
     shutil.copytree(target, studio)
     assert [model.name for model in stored_models()] == ["lmstudio/Other", "org/Model-4bit"]
-    assert find_stored("model-4BIT", None) == find_stored("org/Model-4bit", None) == folder
+    for name in ("model-4BIT", "org/Model-4bit"):
+        assert find_stored(name, None) == folder
     assert (repository_of(folder), repository_of(studio)) == ("org/Model-4bit", "lmstudio/Other")
     # Cards and configs of drafters name the repository, by which drafters are found.
     assert shared_name(folder) == "org/Model-4bit"
+    # Their folders may be links to another disk.
+    for link, kept in ((studio, "one"), (cache / "models--org--Model-4bit", "two")):
+        link.rename(tmp_path / kept)
+        link.symlink_to(tmp_path / kept)
+    assert [repository_of(model.folder) for model in stored_models()] == [
+        model.name for model in stored_models()
+    ]
     shutil.copytree(target, tmp_path / ".lmstudio" / "models" / "me" / "Model-4bit")
     with pytest.raises(CheckpointError, match="me/Model-4bit, org/Model-4bit; give one"):
         find_stored("Model-4bit", None)
