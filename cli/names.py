@@ -41,10 +41,9 @@ def complete_name(name: str) -> str:
         )
     if not name or is_path(name):
         raise ConfigError(f"expected a repository like org/name, got {name!r}")
-    if "/" in name:
-        return name
-    stored = find_stored(name, None)
-    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
+    if (stored := find_stored(name, None)) is not None:
+        return repository_of(stored)
+    return name if "/" in name else f"{DEFAULT_OWNER}/{name}"
 
 
 def names_beginning(incomplete: str) -> list[str]:

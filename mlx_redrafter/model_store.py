@@ -89,8 +89,13 @@ def is_path(name: str) -> bool:
 
 
 def cached_repository(name: str) -> Path:
-    """Return the folder that a repository has in the Hugging Face cache, or would have."""
-    return Path(constants.HF_HUB_CACHE) / f"{CACHED}{name.replace('/', '--')}"
+    """Return the folder that a repository has in the Hugging Face cache, or would have.
+
+    As on the hub, upper and lower case are the same.
+    """
+    cache, own = Path(constants.HF_HUB_CACHE), f"{CACHED}{name.replace('/', '--')}"
+    same = [one for one in cache.glob(f"{CACHED}*--*") if one.name.lower() == own.lower()]
+    return same[0] if same and cache / own not in same else cache / own
 
 
 def repository_of(folder: Path) -> str:
@@ -134,6 +139,7 @@ def _cached(repository: str, patterns: Sequence[str] | None) -> Iterator[StoredM
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     allowed = None if patterns is None else list(patterns)
+    repository = _repository(cached_repository(repository).name)
     with suppress(LocalEntryNotFoundError, HFValidationError):
         folder = snapshot_download(repository, allow_patterns=allowed, local_files_only=True)
         yield StoredModel(repository, Path(folder), "Hugging Face cache")

@@ -123,7 +123,7 @@ def test_stores_are_searched_for_complete_models(cache, tmp_path):
     studio = tmp_path / ".lmstudio" / "models" / "lmstudio" / "Other"
     shutil.copytree(target, studio)
     assert [model.name for model in stored_models()] == ["lmstudio/Other", "org/Model-4bit"]
-    for name in ("model-4BIT", "org/Model-4bit"):
+    for name in ("model-4BIT", "org/Model-4bit", "Org/model-4bit"):
         assert find_stored(name, None) == folder
     assert (repository_of(folder), repository_of(studio)) == ("org/Model-4bit", "lmstudio/Other")
     # Cards and configs of drafters name the repository, by which drafters are found.
