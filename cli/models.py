@@ -145,6 +145,11 @@ def remove(
         others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
         hint = f"{others[0]}: delete it there" if others else "see redrafter-mlx list"
         raise CheckpointError(f"{full!r} is not in the Hugging Face cache; {hint}")
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{full!r} is a link in the Hugging Face cache: delete {folder} and, if nothing else "
+            f"needs it, {folder.resolve()}"
+        )
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     size = format_bytes(sum(path.stat().st_size for path in files))
     if agrees(f"Delete {full} ({size})?", yes):
