@@ -105,15 +105,17 @@ def test_impossible_quantisation(source):
     assert files(source.parent) == ["narrow", "source"]
 
 
-def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source):
+def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source, monkeypatch):
     out = source.parent / "out"
     out.mkdir()
-    convert(source, out)
+    monkeypatch.chdir(out)
+    convert(source, Path())
+    assert os.listdir() == os.listdir(out) != []  # no other folder of this name
     before = contents(out)
     (out / ".DS_Store").write_text("")  # by macOS's Finder
     convert(source, out, dtype="float32")
     assert contents(out) != before
-    assert files(out) == OUTPUT
+    assert files(out) == [".DS_Store", *OUTPUT]
     assert files(out.parent) == ["out", "source"]
 
 
