@@ -296,4 +296,6 @@ def test_models_are_listed_pulled_and_removed(hub, cli, tmp_path):
     shutil.copytree(hub.folders[MODEL], tmp_path / ".lmstudio" / "models" / "org" / "kept")
     for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):
         assert error in _line(cli("rm", name, "--yes"), 1)
+    hub.add("org/kept", hub.folders[MODEL])
+    assert "\ndownloading org/kept (" in cli("pull", "org/kept").err, "a copy of LM Studio's"
     assert "no 'nobody/nothing' on" in cli("pull", "nobody/nothing").err
