@@ -92,6 +92,12 @@ def speed(
         raise ConfigError("expected a different name for every --server; rename one")
     settings = load_settings(pair, rounds.max_tokens)
     encoded = {length: prompts.encode(settings, length) for length in lengths}
+    work = {
+        (one := Setting(temp, length, size)): all_prompts(one, some, rounds.repeats)
+        for length, some in encoded.items()
+        for size in sizes
+        for temp in chosen
+    }
     recording = output.begin(
         "speed", pair, settings, prompts.prompts, encoded[lengths[0]],
         temps=list(chosen),
@@ -100,12 +106,6 @@ def speed(
         servers=[one.name for one in servers],
         **asdict(rounds),
     )  # fmt: skip
-    work = {
-        (one := Setting(temp, length, size)): all_prompts(one, some, rounds.repeats)
-        for length, some in encoded.items()
-        for size in sizes
-        for temp in chosen
-    }
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
     _measure(work, compared, recording, *output.beside(".md"))
 
@@ -168,6 +168,7 @@ def compare(
 
     assert settings.drafter is not None
     plans = [plan.within(settings.drafter.max_length) for plan in plans]
+    draft_model = None if stock_draft_model is None else load(stock_draft_model)[0]
     encoded = prompts.encode(settings)
     recording = output.begin(
         "compare", pair, settings, prompts.prompts, encoded,
@@ -178,7 +179,6 @@ def compare(
     )  # fmt: skip
     setting = Setting(temp, None, 1)
     work = {setting: all_prompts(setting, encoded, rounds.repeats)}
-    draft_model = None if stock_draft_model is None else load(stock_draft_model)[0]
     compared = Comparison(settings, (), plans, "one by one", draft_model, rounds.cool_down)
     _measure(work, compared, recording)
 

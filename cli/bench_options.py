@@ -91,7 +91,8 @@ class Output:
 
     def beside(self, *suffixes: str) -> list[Path]:
         """Return the files that a benchmark writes next to its result, by their suffixes."""
-        return [] if self.out is None else [self.out.with_suffix(one) for one in suffixes]
+        out = self.out  # "." has no name that may get a suffix
+        return [] if out is None else [out.parent / f"{out.stem}{one}" for one in suffixes]
 
     def check(
         self, kind: str, inputs: Sequence[str | Path | None], beside: Sequence[Path] = ()

@@ -29,9 +29,11 @@ def parse_count(text: str) -> int:
     """Parse a number such as 200000, 150M or 0.2B."""
     pattern = r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMB]?)"
     match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    units = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}
+    count = 0.0 if match is None else float(match[1]) * units[match[2].upper()]
+    if not 1 <= count < math.inf:
         raise ConfigError(f"expected a number such as 200000, 150M or 0.2B, got {text!r}")
-    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
+    return int(count)
 
 
 def parse_ints(text: str) -> tuple[int, ...]:

@@ -67,9 +67,12 @@ def run() -> None:
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack signs of a text
-            stream.reconfigure(errors="backslashreplace")
+    # Bytes that are no text are an error of their prompt alone, and encodings may lack signs.
+    escapes = {"surrogateescape": [sys.stdin], "backslashreplace": [sys.stdout, sys.stderr]}
+    for errors, streams in escapes.items():
+        for stream in streams:
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
     # The library transformers would import torch for seconds; nothing here needs it.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:

@@ -117,7 +117,7 @@ def pull(model: Name = None) -> None:
     repository = find_repository(full, patterns)
     licence = repository.licence or "not stated"
     size = format_bytes(repository.size(patterns))
-    is_here = find_stored(full, patterns) is not None
+    is_here = cached_repository(full).is_dir() and find_stored(full, patterns) is not None
     doing = "checking the files of" if is_here else "downloading"
     typer.echo(one_line(f"{doing} {full} ({size}, licence {licence})"), err=True)
     folder = download(repository, patterns)
@@ -145,6 +145,11 @@ def remove(
         others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
         hint = f"{others[0]}: delete it there" if others else "see redrafter-mlx list"
         raise CheckpointError(f"{full!r} is not in the Hugging Face cache; {hint}")
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{full!r} is a link in the Hugging Face cache: delete {folder} and, if nothing else "
+            f"needs it, {folder.resolve()}"
+        )
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     size = format_bytes(sum(path.stat().st_size for path in files))
     if agrees(f"Delete {full} ({size})?", yes):

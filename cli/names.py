@@ -35,16 +35,16 @@ def complete_name(name: str) -> str:
         raise ConfigError(f"expected a repository like org/name, got an address: say {match[1]}")
     if ":" in name and "://" not in name:
         joined = name.replace(":", "-")
+        joined += "" if joined.endswith("bit") else "-4bit"
         raise ConfigError(
             f"expected a repository like org/name, got {name!r}; names have no tags here; sizes "
-            f"and bits are parts of the name, as in {joined}-4bit"
+            f"and bits are parts of the name, as in {joined}"
         )
     if not name or is_path(name):
         raise ConfigError(f"expected a repository like org/name, got {name!r}")
-    if "/" in name:
-        return name
-    stored = find_stored(name, None)
-    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
+    if (stored := find_stored(name, None)) is not None:
+        return repository_of(stored)
+    return name if "/" in name else f"{DEFAULT_OWNER}/{name}"
 
 
 def names_beginning(incomplete: str) -> list[str]:

@@ -53,10 +53,7 @@ class PromptOptions:
         if self.prompt_file is not None:
             return read_file(self.prompt_file, "the prompt", "; --prompt - reads standard input")
         if self.prompt == "-":
-            try:
-                return sys.stdin.read().removeprefix("\ufeff")
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+            return sys.stdin.read().removeprefix("\ufeff")
         return (self.prompt or "").replace("\\n", "\n").replace("\\t", "\t")
 
     def encode(self, tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
+    UNFINISHED,
     WEIGHTS_FILE,
     flush_names,
     naming,
@@ -42,21 +43,46 @@ def _holds_output_alone(folder: Path) -> bool:
 
 @contextmanager
 def publish(destination: Path) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces ``destination`` unless filling it fails.
+    """Yield a new folder to fill, whose files replace an earlier output unless filling it fails.
 
     Files of others in ``destination`` stay there.
     """
     destination = destination.resolve()
     with naming(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        staging = _make_beside(destination)
+        replaced = sorted(_OUTPUT_FILES) if _holds_output_alone(destination) else []
+        # An existing folder stays: it may be a disk of its own, or the one that a shell is in.
+        home = destination if destination.is_dir() else destination.parent
+        work = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=home))
         try:
+            staging, earlier = work / "new", work / "earlier"
+            staging.mkdir()
+            earlier.mkdir()
             yield staging
-            staging.chmod(0o755)  # mkdtemp makes it private
-            _move(staging, destination)
-            flush_names(destination.parent)
+            if home == destination:
+                new = sorted(path.name for path in staging.iterdir())
+                moves = [(destination / name, earlier / name) for name in replaced or new]
+                # The weights come before the config, as in `write_checkpoint`.
+                moves += [(staging / name, destination / name) for name in reversed(new)]
+                _move([pair for pair in moves if pair[0].exists()])
+            else:
+                os.rename(staging, destination)
+            flush_names(home)
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _move(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Move files; if that fails, move all back."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, place in pairs:
+            os.rename(source, place)
+            done.append((place, source))
+    except BaseException:
+        for place, source in reversed(done):
+            os.rename(place, source)
+        raise
 
 
 def upload_folder(folder: Path, repo: str) -> str:
@@ -71,28 +97,3 @@ def upload_folder(folder: Path, repo: str) -> str:
             "check the name, the network and `hf auth login`, then `hf upload`"
         ) from error
     return str(address)
-
-
-def _move(staging: Path, destination: Path) -> None:
-    if not destination.exists():
-        os.rename(staging, destination)
-        return
-    if any(destination.iterdir()) and not _holds_output_alone(destination):
-        # The config comes last, as in `write_checkpoint`.
-        for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-            os.replace(path, destination / path.name)
-        return
-    earlier = _make_beside(destination)
-    os.rename(destination, earlier)  # onto an empty folder
-    try:
-        os.rename(staging, destination)
-    except BaseException:
-        os.rename(earlier, destination)
-        raise
-    shutil.rmtree(earlier)
-
-
-def _make_beside(destination: Path) -> Path:
-    # The name of the destination with a suffix may be too long for the file system.
-    prefix = f".{destination.name[:32]}."
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))

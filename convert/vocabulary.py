@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import TEXT_ENCODING
 from mlx_redrafter.convert.foreign import ForeignDrafter
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError, DataError, explain
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.target.target import Target
@@ -67,8 +67,10 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
                     ids = tokenizer.encode(line, add_special_tokens=False, verbose=False)
                     known = [token for token in ids if token < vocab_size]
                     counts += np.bincount(known, minlength=vocab_size)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read the text {path}: {error}") from error
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {explain(error)}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} must be UTF-8 text: {error}") from error
     return counts
 
 

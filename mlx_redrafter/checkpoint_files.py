@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -257,13 +257,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     before the move, so that a power cut leaves the earlier file or the new one; after the call it
     leaves the new one. An `OSError` names ``path``.
     """
+    temporary = path.with_name(f"{UNFINISHED}{secrets.token_hex(4)}{path.suffix}")
     with naming(path):
-        handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        temporary.touch(exist_ok=False)  # readable for others as the user's umask says
         try:
             write(temporary)
-            temporary.chmod(0o644)  # mkstemp makes it private
             _flush(temporary)
             os.replace(temporary, path)
             flush_names(path.parent)

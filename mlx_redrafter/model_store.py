@@ -89,20 +89,28 @@ def is_path(name: str) -> bool:
 
 
 def cached_repository(name: str) -> Path:
-    """Return the folder that a repository has in the Hugging Face cache, or would have."""
-    return Path(constants.HF_HUB_CACHE) / f"{CACHED}{name.replace('/', '--')}"
+    """Return the folder that a repository has in the Hugging Face cache, or would have.
+
+    As on the hub, upper and lower case are the same.
+    """
+    cache, own = Path(constants.HF_HUB_CACHE), f"{CACHED}{name.replace('/', '--')}"
+    same = [one for one in cache.glob(f"{CACHED}*--*") if one.name.lower() == own.lower()]
+    return same[0] if same and cache / own not in same else cache / own
 
 
 def repository_of(folder: Path) -> str:
-    """Name the repository of a folder in one of the stores; for others the folder's name."""
-    folder = folder.resolve()
-    for parent in folder.parents:
-        if parent.name.startswith(CACHED):
-            return _repository(parent.name)
-    for home in _lm_studio_folders():
-        if folder.parent.parent == home.resolve():
-            return f"{folder.parent.name}/{folder.name}"
-    return folder.name
+    """Name the repository of a folder or a link in one of the stores; for others the folder's name.
+
+    A link to a folder in a store has the name of that one.
+    """
+    homes, resolved = [home.resolve() for home in _lm_studio_folders()], folder.resolve()
+    for path in (resolved, folder.absolute()):
+        for parent in path.parents:
+            if parent.name.startswith(CACHED):
+                return _repository(parent.name)
+        if path.parent.parent.resolve() in homes:
+            return f"{path.parent.name}/{path.name}"
+    return resolved.name
 
 
 def is_complete(folder: Path, patterns: Sequence[str] | None) -> bool:
@@ -131,6 +139,7 @@ def _cached(repository: str, patterns: Sequence[str] | None) -> Iterator[StoredM
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     allowed = None if patterns is None else list(patterns)
+    repository = _repository(cached_repository(repository).name)
     with suppress(LocalEntryNotFoundError, HFValidationError):
         folder = snapshot_download(repository, allow_patterns=allowed, local_files_only=True)
         yield StoredModel(repository, Path(folder), "Hugging Face cache")

@@ -7,7 +7,6 @@ from typing import Any
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import (
-    expand_home,
     find_checkpoint,
     has_weights,
     read_config,
@@ -47,8 +46,8 @@ def find_kind(drafter: str | Path, target: str = "") -> Kind:
 
 def recognise(drafter: str | Path, target: str = "") -> tuple[Kind, dict[str, Any]]:
     """Return the kind of a folder or repository, and its config; reads no weights."""
-    config = read_config(find_checkpoint(drafter, CONFIG_ONLY, target))
-    folder = expand_home(drafter)
+    folder = find_checkpoint(drafter, CONFIG_ONLY, target)
+    config = read_config(folder)
     refused = find_refused(config)
     if refused is not None:
         raise CheckpointError(
@@ -57,9 +56,9 @@ def recognise(drafter: str | Path, target: str = "") -> tuple[Kind, dict[str, An
             "assistant, a SpecFormer or a smaller model of the same tokens"
         )
     # `load` downloads the weights of a repository after its config has named the kind.
-    shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
+    shapes = read_shapes(folder) if has_weights(folder) else {}
     pickles = [path for name in ("*.bin", "*.pt") for path in folder.glob(name)]
-    if folder.is_dir() and not shapes and pickles:
+    if not shapes and pickles:
         raise CheckpointError(
             f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "
             "become loadable by `redrafter-mlx convert`"

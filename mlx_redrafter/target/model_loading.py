@@ -49,8 +49,9 @@ def load_model(
     except PermissionError as error:
         raise CheckpointError(f"cannot read {error.filename or name}: {explain(error)}") from error
     except Exception as error:  # loading damaged files may raise anything
+        adapter = "" if adapter_path is None else f" with the adapter {adapter_path}"
         raise CheckpointError(
-            f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"
+            f"mlx-lm cannot load {name}{adapter}: {first_line(error)}; download or convert it again"
         ) from error
     return model, tokenizer
 

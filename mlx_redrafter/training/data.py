@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.checks import TEXT_ENCODING, parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
-from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.errors import ConfigError, DataError, explain
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 # Line between two documents of a plain text.
@@ -126,7 +126,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
             f"{error.object[error.start]:#04x} near here; convert the file"
         ) from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {explain(error)}") from error
 
 
 def _read_documents(path: Path) -> Iterator[Document]:

@@ -82,7 +82,7 @@ def test_lists_and_counts():
     assert parse_shapes("1x5, 4x5x9,beam:4x5,4x5") == expected
     assert GridOptions(selections="beam, top_n,beam").read().selections == ("beam", "top_n")
     for parse, texts, message in (
-        (parse_count, ("", "-1", "2G", "1.2.3M", "0"), "expected a number"),
+        (parse_count, ("", "-1", "2G", "1.2.3M", "0", "0.5", "9" * 400), "expected a number"),
         (parse_ints, ("", "0", "3-2", "a", "1,,2"), "expected numbers"),
         (parse_ints, ("1-99999999", "1-600,601-1200"), "at most 1000 numbers"),
         (parse_shapes, ("", "4", "4x5x9x2", "tree:4x5"), "expected draft shapes"),

@@ -91,7 +91,8 @@ def test_a_page_of_a_machine_without_a_home(monkeypatch):
 
 
 def test_settings_that_cannot_be(folders, tasks):
-    options = ("--model", folders[0], "--prompts", tasks, "--batch-sizes", 5)
+    out = tasks.with_name("out.json")
+    options = ("--model", folders[0], "--prompts", tasks, "--batch-sizes", 5, "--out", out)
     with (
         _answering(b'{"data": [{"id": "m"}]}') as url,
         pytest.raises(ConfigError, match="a different name for every --server"),
@@ -101,6 +102,7 @@ def test_settings_that_cannot_be(folders, tasks):
         run("speed", *options)
     with pytest.raises(ConfigError, match="give a file with more or longer prompts"):
         run("speed", *options[:4], "--contexts", "4k")
+    assert not out.exists()  # which the next call would have to resume
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from huggingface_hub import HfApi
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.convert import publication
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.export import export_drafter
-from mlx_redrafter.convert.vocabulary import choose_rows
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens
+from mlx_redrafter.errors import CheckpointError, ConfigError, DataError
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.version import __version__
@@ -105,15 +106,17 @@ def test_impossible_quantisation(source):
     assert files(source.parent) == ["narrow", "source"]
 
 
-def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source):
+def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source, monkeypatch):
     out = source.parent / "out"
     out.mkdir()
-    convert(source, out)
+    monkeypatch.chdir(out)
+    convert(source, Path())
+    assert os.listdir() == os.listdir(out) != []  # no other folder of this name
     before = contents(out)
     (out / ".DS_Store").write_text("")  # by macOS's Finder
     convert(source, out, dtype="float32")
     assert contents(out) != before
-    assert files(out) == OUTPUT
+    assert files(out) == [".DS_Store", *OUTPUT]
     assert files(out.parent) == ["out", "source"]
 
 
@@ -172,6 +175,13 @@ def test_the_most_frequent_tokens_are_kept():
             choose_rows(np.zeros(7), [3], num_rows)
     with pytest.raises(ConfigError, match="needs --target"):
         ConversionOptions(vocab_slice=5, vocab_text=[Path("text")])
+
+
+def test_texts_to_count_that_cannot_be_read(tmp_path):
+    (tmp_path / "latin").write_bytes(b"\xff")
+    for name, message in (("none", "choose another path"), ("latin", "must be UTF-8 text")):
+        with pytest.raises(DataError, match=message):
+            count_tokens(create_autospec(TokenizerWrapper), [tmp_path / name], 5)
 
 
 def test_token_ids_out_of_range(tmp_path):

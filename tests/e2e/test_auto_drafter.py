@@ -286,8 +286,16 @@ def test_models_are_listed_pulled_and_removed(hub, cli, tmp_path):
 
     asked = _line(cli("rm", DRAFTER), 2)
     assert "add --yes" in asked
-    assert cli("rm", DRAFTER, "--yes").code == 0
+    kept, moved = tmp_path / "hub" / f"models--{DRAFTER.replace('/', '--')}", tmp_path / "moved"
+    kept.rename(moved)
+    kept.symlink_to(moved)
+    assert f"delete {kept} and, if" in _line(cli("rm", DRAFTER, "--yes"), 1)
+    kept.unlink()
+    moved.rename(kept)
+    assert cli("rm", DRAFTER.lower(), "--yes").code == 0
     shutil.copytree(hub.folders[MODEL], tmp_path / ".lmstudio" / "models" / "org" / "kept")
     for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):
         assert error in _line(cli("rm", name, "--yes"), 1)
+    hub.add("org/kept", hub.folders[MODEL])
+    assert "\ndownloading org/kept (" in cli("pull", "org/kept").err, "a copy of LM Studio's"
     assert "no 'nobody/nothing' on" in cli("pull", "nobody/nothing").err

@@ -94,6 +94,11 @@ def _other_model(yard: Path) -> None:
     (yard / "other" / "config.json").write_text('{"model_type": "rwkv7"}')
 
 
+def _adapter(yard: Path) -> None:
+    (yard / "adapter").mkdir()
+    (yard / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
 def _drafter(vocab_size: int, hidden_size: int) -> Damage:
     return lambda yard: save_drafter(random_drafter(vocab_size, hidden_size), yard / "drafter")
 
@@ -136,6 +141,7 @@ UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     # Tokenizers answer the unknown token for a name they do not know.
     "no such token": (_none, "--extra-eos-token no-such", 2, "a token of the model ... no-such"),
     "no such id": (_none, "--extra-eos-token 4096", 2, "a token of the model or an id ... 4096"),
+    "another adapter": (_adapter, "--adapter-path adapter", 1, "with the adapter adapter: "),
     "no adapter": (_none, f"--adapter-path {NOWHERE}", 1, f"no such adapter folder: {NOWHERE}"),
 }  # fmt: skip
 # The same for what is refused before the weights are read.

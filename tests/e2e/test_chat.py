@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from mlx_redrafter.engine import conversation
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
 from tests.helpers.calls import at_call
-from tests.helpers.cli import Cli, Result
+from tests.helpers.cli import PROGRAM, Cli, Result
 from tests.helpers.models import change_config
 
 Chat = Callable[..., Result]
@@ -96,6 +99,15 @@ def test_a_message_beyond_the_memory_loses_no_other(tmp_path, chat, monkeypatch)
     assert "error: the prompt does not fit into memory" in found.err
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]
+
+
+def test_a_message_that_is_no_text_loses_no_other(chat_folder):
+    words = [sys.executable, *PROGRAM, "chat", chat_folder, "-m", "4", "--drafter", "lookup"]
+    variables = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    lines = b"\xff\nHi\n"
+    ended = subprocess.run(words, input=lines, env=variables, capture_output=True, check=True)
+    assert ended.stderr.startswith(b"error: the prompt must be UTF-8 text")
+    assert ended.stdout
 
 
 def test_commands_of_a_chat(chat_folder, tmp_path, chat):

@@ -122,6 +122,9 @@ def test_a_difference_fails(stories, cli, monkeypatch):
 
 def test_an_impossible_name_is_all_that_is_said(cli, monkeypatch):
     monkeypatch.setattr(machine, "load_averages", lambda: [1000.0])
-    refused = cli("try", "llama3:8b", "-p", TRIED)
-    assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err
-    assert "names have no tags here" in refused.err
+    for name, advised in (("llama3:8b", "llama3-8b-4bit"), ("Qwen3-4B:8bit", "Qwen3-4B-8bit")):
+        refused = cli("try", name, "-p", TRIED)
+        assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err
+        assert refused.err.endswith(
+            f"names have no tags here; sizes and bits are parts of the name, as in {advised}\n"
+        )

@@ -77,6 +77,7 @@ MEASUREMENT = [
     *(([name, "p.png", "p.json"], INPUT) for name in ("speed", "compare", "throughput")),
     (["speed", "p.png", "p.json", "--overwrite"], INPUT),
     (["throughput", "texts.txt", "other.json", "--resume"], "expected a result of"),
+    (["speed", "texts.txt", "."], "found a folder"),
     # The out of a sweep is a folder.
     (["sweep", "maps/sweep.json", "maps"], OTHERS),
     (["sweep", "maps/sweep.json", "maps", "--overwrite"], INPUT),

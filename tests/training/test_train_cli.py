@@ -234,7 +234,7 @@ def test_refusals_are_one_line(train, out, cli, finished, model):
     save_drafter(random_drafter(64, 16, exit_dim=16), out.with_name("other"))
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--model", missing.with_suffix("")), "no such folder"),
-        (("--data", missing), "cannot read"),
+        (("--data", missing), "No such file or directory; choose another path"),
         (("--recipe", "magic"), "is not one of 'soft', 'coupled', 'overlap', 'apple'"),
         (("--length", 1), "length must be an integer from 2 to 16"),
         (("--self-generated", 2), "self_generated must be a number from 0 to 1"),

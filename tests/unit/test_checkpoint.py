@@ -40,6 +40,10 @@ def test_round_trip(folder):
     assert tensors["b"].dtype == mx.bfloat16
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert os.stat(folder / "model.safetensors").st_mode & 0o777 == 0o644, "others may read it"
+    before = os.umask(0o077)
+    checkpoint_files.write_text(folder / "chat.jsonl", "")
+    os.umask(before)
+    assert os.stat(folder / "chat.jsonl").st_mode & 0o777 == 0o600, "others may not"
     # Shards are read together.
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), {"c": mx.ones(2)})

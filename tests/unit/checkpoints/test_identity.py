@@ -23,8 +23,12 @@ from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, read_table
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, digest_tokens, plain_name
 from mlx_redrafter.checkpoints.memory_check import TREE_TOKENS, Context, estimate_memory
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
 from tests.helpers.models import change_config
 from tests.models.tiny_models import build, tiny_config
 
@@ -119,10 +123,18 @@ def test_stores_are_searched_for_complete_models(cache, tmp_path):
     studio = tmp_path / ".lmstudio" / "models" / "lmstudio" / "Other"
     shutil.copytree(target, studio)
     assert [model.name for model in stored_models()] == ["lmstudio/Other", "org/Model-4bit"]
-    assert find_stored("model-4BIT", None) == find_stored("org/Model-4bit", None) == folder
+    for name in ("model-4BIT", "org/Model-4bit", "Org/model-4bit"):
+        assert find_stored(name, None) == folder
     assert (repository_of(folder), repository_of(studio)) == ("org/Model-4bit", "lmstudio/Other")
     # Cards and configs of drafters name the repository, by which drafters are found.
     assert shared_name(folder) == "org/Model-4bit"
+    # Their folders may be links to another disk.
+    for link, kept in ((studio, "one"), (cache / "models--org--Model-4bit", "two")):
+        link.rename(tmp_path / kept)
+        link.symlink_to(tmp_path / kept)
+    assert [repository_of(model.folder) for model in stored_models()] == [
+        model.name for model in stored_models()
+    ]
     shutil.copytree(target, tmp_path / ".lmstudio" / "models" / "me" / "Model-4bit")
     with pytest.raises(CheckpointError, match="me/Model-4bit, org/Model-4bit; give one"):
         find_stored("Model-4bit", None)
@@ -130,6 +142,16 @@ def test_stores_are_searched_for_complete_models(cache, tmp_path):
     assert not is_complete(folder, None)
     assert is_complete(folder, ["config.json"])
     assert find_stored("org/Model-4bit", ["*.json", "model*.safetensors"]) is None
+
+
+def test_the_tensors_of_a_stored_repository_tell_its_kind(cache, tmp_path):
+    """EAGLE-1's published configs are those of a model."""
+    sizes = dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size"), 32)
+    head = EagleConfig(1, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    save_drafter(Eagle(head), tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text('{"model_type": "llama"}')
+    _cached(cache, "org/Head", tmp_path / "head")
+    assert [recognise(name)[0].NAME for name in ("org/Head", "head")] == ["EAGLE head"] * 2
 
 
 def test_a_drafter_is_found_by_its_config_or_card_alone(cache):
