@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
+    INCOMPLETE,
     UNFINISHED,
     WEIGHTS_FILE,
     flush_names,
@@ -37,8 +38,9 @@ def check_output(destination: Path, *inputs: str | Path | None, overwrite: bool 
 
 
 def _holds_output_alone(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return CONFIG_FILE in names and names - {FINDER} <= _OUTPUT_FILES
+    names = os.listdir(folder) if folder.is_dir() else []
+    counted = {one for one in names if one != FINDER and not INCOMPLETE.fullmatch(one)}
+    return CONFIG_FILE in counted and counted <= _OUTPUT_FILES
 
 
 @contextmanager

@@ -37,8 +37,8 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 # Beginning of the names of incomplete files, which no file of a user has: `.eslintrc.json` is one.
 UNFINISHED = ".unfinished-"
-# Names of the incomplete files of `write_atomically`.
-INCOMPLETE = re.compile(rf"{re.escape(UNFINISHED)}[a-z0-9_]{{8}}\.(safetensors|json|md|png)")
+# Names of the incomplete files of `write_atomically`, and of the folders of `publish`.
+INCOMPLETE = re.compile(rf"{re.escape(UNFINISHED)}[a-z0-9_]{{8}}(\.(safetensors|json|md|png))?")
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 

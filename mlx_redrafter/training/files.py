@@ -78,7 +78,7 @@ def _checksums(tensor: mx.array) -> object:
 def remove_leftovers(folder: Path) -> None:
     """Delete the incomplete files of killed runs, in subfolders too."""
     for path in folder.rglob(".*"):
-        if INCOMPLETE.fullmatch(path.name):
+        if INCOMPLETE.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 

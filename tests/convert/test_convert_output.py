@@ -41,7 +41,7 @@ def files(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_the_folder_says_where_it_comes_from(source):
@@ -114,9 +114,10 @@ def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source, monkeypa
     assert os.listdir() == os.listdir(out) != []  # no other folder of this name
     before = contents(out)
     (out / ".DS_Store").write_text("")  # by macOS's Finder
+    (out / ".unfinished-a1b2c3d4").mkdir()  # by a conversion that was killed
     convert(source, out, dtype="float32")
     assert contents(out) != before
-    assert files(out) == [".DS_Store", *OUTPUT]
+    assert files(out) == [".DS_Store", ".unfinished-a1b2c3d4", *OUTPUT]
     assert files(out.parent) == ["out", "source"]
 
 
