@@ -218,6 +218,13 @@ def test_unknown_options_of_a_record_are_named(tmp_path, cli, record, found):
     assert f"run.json, found {found}; finish the run with the version" in refusal
 
 
+@pytest.mark.parametrize("damage", [{"data": "texts"}, {"prompts": [3]}, {"model": 4}])
+def test_a_record_that_was_edited_is_named(tmp_path, cli, damage):
+    (tmp_path / "run.json").write_text(json.dumps({"model": "any/model", **damage}))
+    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
+    assert re.search(rf"expected a .*text.* as {min(damage)} in .*; correct it, or choose", refusal)
+
+
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
     """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
     if stage == "training" and done:
