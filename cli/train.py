@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes", "trust_remote_code")
 # Options that are paths; a record has absolute ones, for other working folders.
 PATHS = ("data", "prompts", "cache", "adapter_path")
+# Those of them that may be repeated.
+LISTS = ("data", "prompts")
 # Options that are folders or repositories.
 FOLDERS = ("model", "start_from")
 
@@ -127,6 +129,15 @@ def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> d
             f"expected the options of a run in {path}, found {', '.join(sorted(unknown))}; finish "
             "the run with the version of mlx-redrafter that began it, or choose another --out"
         )
+    for name in sorted(stored.keys() & {*PATHS, *FOLDERS}):
+        found, is_list = stored[name], name in LISTS
+        texts = found if isinstance(found, list) else [found]
+        is_right = isinstance(found, list) == is_list and all(isinstance(x, str) for x in texts)
+        if found is not None and not is_right:
+            raise ConfigError(
+                f"expected {'a list of texts' if is_list else 'a text'} as {name} in {path}, found "
+                f"{found!r}; correct it, or choose another --out"
+            )
     for name, value in given.items():
         source = context.get_parameter_source(name)
         is_given = source is not None and source.name == "COMMANDLINE"
@@ -150,7 +161,7 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
         )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
     del run["yes"]
-    run |= {name: [Path(path) for path in run[name] or ()] for name in ("data", "prompts")}
+    run |= {name: [Path(path) for path in run[name] or ()] for name in LISTS}
     run["cache"] = None if run["cache"] is None else Path(run["cache"])
     return TrainingRequest(
         **run,

@@ -41,8 +41,12 @@ def how_to_install(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its type if it has no text."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of an exception's text, or its type if it has no text.
+
+    A line that ends with a colon is the title of the next one, which belongs to it.
+    """
+    title, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join([title, *map(str.strip, others[:1])]) if title.endswith(":") else title
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ from mlx_redrafter.kernels.trials import use_kernels
 from mlx_redrafter.machines.leading import lead
 from mlx_redrafter.machines.line import Do
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import check_family, digests, load_part
+from mlx_redrafter.machines.splitting import ADAPTER_FILES, check_family, digests, load_part
 
 
 def load_together(
@@ -55,6 +55,8 @@ def load_when_asked(
                 expected, name, adapter = frame.values
                 name, adapter = own_name or name, own_adapter or adapter
                 found = digests(name, adapter)
+                if adapter is not None and expected.keys().isdisjoint(ADAPTER_FILES):
+                    raise CheckpointError(f"found the adapter {adapter}, which rank 0 lacks")
                 # Weights that are not here yet are downloaded later.
                 other = [one for one in expected.keys() & found if found[one] != expected[one]]
                 if other:

@@ -7,7 +7,7 @@ Files are not trusted: errors in a file are reported with its name and line.
 - All other names: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,13 +207,16 @@ class Encoder:
     def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply."""
         if self.tokenizer.has_chat_template:
-            return self._apply_template(item.asked, item.origin, opens=True)
-        if len(item.asked) != 1 or item.asked[0]["role"] != "user":
+            ids = self._apply_template(item.asked, item.origin, opens=True)
+        elif len(item.asked) != 1 or item.asked[0]["role"] != "user":
             raise DataError(
                 f"{item.origin}: expected a model with a chat template for chats, found one "
                 'without; give "text" or "prompt"'
             )
-        return encode_prompt(self.tokenizer, item.asked[0]["content"])
+        else:
+            ids = encode_prompt(self.tokenizer, item.asked[0]["content"])
+        self._check_fit(ids, item.origin)
+        return ids
 
     def _encode_text(self, document: Document) -> Iterator[TokenSequence]:
         for piece in split_text(document.text, CHARS_PER_TOKEN * self.sequence_length):
@@ -262,13 +265,16 @@ class Encoder:
     def _cut(self, tokens: list[int], trained: list[bool], origin: str) -> Iterator[TokenSequence]:
         """Cut a sequence, and leave it out if no token is left to train on."""
         ids = np.array(tokens[: self.sequence_length], dtype=np.int32)
-        if len(ids) and int(ids.max()) >= self.vocab_size:
-            raise DataError(
-                f"{origin}: expected token ids below {self.vocab_size}, found {int(ids.max())}; "
-                "the tokenizer does not fit the model"
-            )
+        self._check_fit(tokens, origin)
         if any(trained[: len(ids)]):
             yield TokenSequence(ids, np.array(trained[: len(ids)], dtype=np.bool_))
+
+    def _check_fit(self, ids: Sequence[int], origin: str) -> None:
+        if ids and max(ids) >= self.vocab_size:
+            raise DataError(
+                f"{origin}: expected token ids below {self.vocab_size}, found {max(ids)}; the "
+                "tokenizer does not fit the model"
+            )
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

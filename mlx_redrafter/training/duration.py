@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_redrafter.proposers.fit import ENOUGH
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -61,6 +61,23 @@ class Workload:
     def tokens(self) -> int:
         return self.given + self.generated + self.held_out + self.prompts
 
+    def left(self, stored: int, unread: int, is_full: bool) -> Workload:
+        """Return the work on texts that is left, with a cache of ``stored`` tokens of them.
+
+        Given texts come first. The target reads ``unread`` of the tokens again, for the inputs of
+        its layers. A cache that ``is_full`` has all texts, however many tokens they are.
+        """
+        new = self.generated + self.prompts
+        share = 0.0 if is_full else 1 - min(1, max(0, stored - self.given) / new)
+        return replace(
+            self,
+            given=unread + (0 if is_full else max(0, self.given - stored)),
+            generated=round(share * self.generated),
+            held_out=0 if is_full else self.held_out,
+            prompts=round(share * self.prompts),
+            written=0 if stored else self.written,
+        )
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -90,8 +107,10 @@ class Timetable:
     num_evaluations: int
 
     @classmethod
-    def of(cls, work: Workload, pace: Pace, minutes: float | None) -> Timetable:
-        """Plan a run.
+    def of(
+        cls, work: Workload, pace: Pace, minutes: float | None, left: Workload | None = None
+    ) -> Timetable:
+        """Plan a run, of whose work on texts a part is ``left``, by default all.
 
         With ``minutes``, training fills the time that the other stages leave, and slow measurements
         are made less often. Otherwise the numbers of tokens decide how often, so that equal runs
@@ -108,10 +127,11 @@ class Timetable:
         else:
             room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * half)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
-        generated = work.generated + work.held_out + work.written
+        left = left or work
+        generated = left.generated + left.held_out + left.written
         stages = {
-            "reading": pace.reading * work.given,
-            "generating": pace.generating * generated + pace.reading * work.prompts,
+            "reading": pace.reading * left.given,
+            "generating": pace.generating * generated + pace.reading * left.prompts,
             "training": work.steps * pace.step,
             "evaluation": (num_evaluations + 1) * measuring + finishing,
         }

@@ -139,7 +139,10 @@ class Preparation:
         pace = rehearse(request, target, student, prompts, work.generated, on_stage)
         mx.clear_cache()
         minutes = request.training.minutes
-        timetable = Timetable.of(work, pace, minutes)
+        stored = self.cache.num_tokens()
+        unread = stored - self.cache.num_tokens(student.layers)
+        left = work.left(stored, unread, is_full=self.cache.has("held-out", 0))
+        timetable = Timetable.of(work, pace, minutes, left)
         if minutes is not None:
             check_minutes(timetable, minutes)
         self._reporter.say(f"needs {timetable}")

@@ -75,7 +75,7 @@ class PromptWriter:
         # The text of a template may be longer than a sequence, and the context is longer still.
         room = min(len(self.prefix) + longest, self.target.context_length or sys.maxsize)
         length = max(options.sequence_length, room)
-        options = replace(options, answer_tokens=longest, sequence_length=length)
+        writing = replace(options, answer_tokens=longest, sequence_length=length)
         found: dict[str, Item] = {}
         num_written = number = 0
 
@@ -90,7 +90,7 @@ class PromptWriter:
             begins = (list(self.prefix) or [int(rng.integers(vocab_size))] for _ in range(size))
             round_jobs = [GenerationJob(begin, QUESTION_TEMP) for begin in begins]
             if not path.exists():
-                texts = generator.generate_round(round_jobs, options, number, report)
+                texts = generator.generate_round(round_jobs, writing, number, report)
                 save_arrays(path, pack_sequences(texts))
             number += 1
             num_written += size

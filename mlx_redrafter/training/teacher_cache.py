@@ -37,6 +37,7 @@ FORMAT = 4
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
+SPLITS: tuple[Split, ...] = ("train", "held-out")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,12 @@ class TeacherCache:
     def num_shards(self, split: Split) -> int:
         """Count the shards, which are numbered from 0 without gaps."""
         return next(number for number in count() if not self.has(split, number))
+
+    def num_tokens(self, layers: Sequence[int] = ()) -> int:
+        """Count the tokens of all shards, or of those that have the inputs of some layers."""
+        places = [(split, n) for split in SPLITS for n in range(self.num_shards(split))]
+        shards = [self.load(*place) for place in places if self.has(*place, layers)]
+        return sum(len(shard.tokens) for shard in shards)
 
 
 def pack_sequences(sequences: Sequence[TokenSequence]) -> Arrays:

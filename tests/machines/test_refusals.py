@@ -22,7 +22,7 @@ from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.line import Do, Frame, read
 from mlx_redrafter.machines.meeting import Machines, Rank
-from mlx_redrafter.machines.splitting import check_family, digests, split
+from mlx_redrafter.machines.splitting import ADAPTER_FILES, check_family, digests, split
 from tests.machines.test_launch import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
@@ -109,6 +109,15 @@ def test_a_rank_with_other_files_says_so(tmp_path):
     )
     assert load_when_asked(machines) is None
     assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO, Do.NO]
+
+
+def test_a_rank_with_an_adapter_that_rank_0_lacks_says_so(tmp_path):
+    folder = str(store_tiny(tmp_path / "tiny"))
+    for name in ADAPTER_FILES:
+        (tmp_path / name).write_text("")
+    machines, line = _machines(Frame(Do.CHECK, (digests(folder), folder, None)), Frame(Do.END))
+    assert load_when_asked(machines, own_adapter=str(tmp_path)) is None
+    assert line.sent == [Do.NO]
 
 
 def test_other_versions_are_named():

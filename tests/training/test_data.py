@@ -238,8 +238,11 @@ def test_long_texts_are_cut_and_begin_alike():
 
 
 def test_token_ids_beyond_the_model_are_refused():
+    encoder = _encoder(WordTokenizer(), vocab_size=3)
     with pytest.raises(DataError, match="x:1: expected token ids below 3, found 4"):
-        list(_encoder(WordTokenizer(), vocab_size=3).encode(Document("a b c", "x:1")))
+        list(encoder.encode(Document("a b c", "x:1")))
+    with pytest.raises(DataError, match="x:2: expected token ids below 3, found"):
+        encoder.encode_prompt(Chat([{"role": "user", "content": "a b c"}], "x:2"))
 
 
 def test_pieces_make_up_the_text():

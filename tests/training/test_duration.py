@@ -53,6 +53,20 @@ def test_the_work_of_a_request():
     assert WORK.tokens == 1780
 
 
+@pytest.mark.parametrize(
+    ("cache", "left"),
+    [
+        ((0, 0, False), (1000, 500, 200, 80)),
+        ((400, 0, False), (600, 500, 200, 80)),
+        ((1290, 50, False), (50, 250, 200, 40)),
+        ((9999, 0, False), (0, 0, 200, 0)),
+        ((1300, 90, True), (90, 0, 0, 0)),
+    ],
+)
+def test_what_a_cache_holds_is_not_done_again(cache, left):
+    assert WORK.left(*cache) == Workload(*left, *astuple(WORK)[4:])
+
+
 def test_every_stage_counts():
     timetable = Timetable.of(WORK, PACE, None)
     # 3,000 tokens are trained on: 7 measurements, each after 4 times the tokens that it takes.

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,15 @@ def test_stages_are_reported(finished):
     assert re.fullmatch(rf"needs about .*: {stages}", time)
 
 
+@pytest.mark.parametrize(("head", "texts"), [("medusa", ""), ("eagle", "reading .*, ")])
+def test_a_full_cache_costs_no_time(finished, tmp_path, head, texts):
+    """Only the layers' inputs of an EAGLE head are missing."""
+    options, reporter = {"network": NetworkOptions(head=head), "dry_run": True}, Silent()
+    cache = finished.request.cache_folder
+    train_drafter(replace(finished.request, out=tmp_path, cache=cache, **options), reporter)
+    assert re.fullmatch(rf"needs about .*: {texts}training .*, evaluation .*", reporter.lines[1])
+
+
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, out):
     result = train("--dry-run")
     assert result.code == 0
@@ -206,6 +216,13 @@ def test_unknown_options_of_a_record_are_named(tmp_path, cli, record, found):
     (tmp_path / "run.json").write_text(record)
     refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
     assert f"run.json, found {found}; finish the run with the version" in refusal
+
+
+@pytest.mark.parametrize("damage", [{"data": "texts"}, {"prompts": [3]}, {"model": 4}])
+def test_a_record_that_was_edited_is_named(tmp_path, cli, damage):
+    (tmp_path / "run.json").write_text(json.dumps({"model": "any/model", **damage}))
+    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
+    assert re.search(rf"expected a .*text.* as {min(damage)} in .*; correct it, or choose", refusal)
 
 
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:

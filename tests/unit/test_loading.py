@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_redrafter import Drafter, generate, load, load_drafter, save_drafter
 from mlx_redrafter.checkpoints.bundled import bundled_drafters, expand_name, find_bundled
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.errors import CheckpointError, NonFiniteError, first_line
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
@@ -45,6 +45,15 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(tmp_path, is_precise)
     assert {tensor.dtype for _, tensor in tree_flatten(drafter.parameters())} == {
         mx.float32 if is_precise else mx.float16
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("", "ValueError"), ("a\nb", "a"), ("x:", "x:"), ("of x:\n    a = 1\nb", "of x: a = 1")],
+)
+def test_the_line_of_an_error_has_its_reason(text, line):
+    """transformers writes it below a title."""
+    assert first_line(ValueError(text)) == line
 
 
 def test_options_reach_mlx_lm(stories, monkeypatch):
