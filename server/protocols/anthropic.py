@@ -74,7 +74,8 @@ def read(
     if kept:
         conversation.add_text("system", BREAK.join(kept))
     _read_messages(fields, conversation)
-    roles = [one["role"] for one in conversation.messages]
+    messages = conversation.messages
+    roles = [one["role"] for one in messages]
     if not counts and roles[-1:] in ([], ["assistant"]):
         raise Refusal(
             "messages must end with a message of the user; the model cannot go on with an answer",
@@ -87,7 +88,7 @@ def read(
         is_streamed=fields.typed("stream", bool) or False,
         stops=read_stops(fields, "stop_sequences"),
         format=asked,
-        messages=conversation.messages,
+        messages=messages,
         tools=_read_tools(fields),
         template_options=_read_thinking(fields),
         effort=effort,

@@ -1,5 +1,6 @@
 """Anthropic's protocol, spoken by its own client over a socket."""
 
+import time
 from itertools import chain
 from typing import Any
 
@@ -96,6 +97,14 @@ def test_errors_have_its_shape(calling, message, fields):
 def test_max_tokens_may_be_left_out():
     request, _ = read({"messages": ASKED["messages"]}, GenerationOptions(max_tokens=7))
     assert request.options.max_tokens == 7
+
+
+def test_many_texts_are_read_in_no_time():
+    messages = [{"role": "user", "content": ["A"] * 500_000}]
+    start = time.monotonic()
+    request, _ = read({"messages": messages}, GenerationOptions())
+    assert time.monotonic() - start < 5
+    assert request.messages[0]["content"].count("A\n\nA") == 250_000
 
 
 def test_thinking_comes_first():
