@@ -214,7 +214,8 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
 
 def _read_answer_block(block: object, path: str, conversation: Conversation) -> None:
     fields = Fields({"text": block, "type": "text"} if isinstance(block, str) else block, path)
-    kind = fields.one_of("type", ["text", "thinking", "redacted_thinking", "tool_use"])
+    kinds = ("text", "thinking", "redacted_thinking", "tool_use")
+    kind = fields.one_of("type", kinds, is_required=True)
     if kind == "text":
         conversation.add_text("assistant", fields.typed("text", str) or "")
     elif kind == "thinking":

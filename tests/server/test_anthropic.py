@@ -62,6 +62,7 @@ def test_a_stream_is_the_same_answer(client):
 
 TURNS = [{"role": role, "content": "W"} for role in ("user", "assistant")]
 REDACTED = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "W"}]}
+NO_TYPE = {"role": "assistant", "content": [{"text": "W"}]}
 UNKNOWN = {"type": "tool_result", "tool_use_id": "toolu_1"}
 NO_SCHEMA = {**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}
 FLY = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}}
@@ -83,6 +84,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("must end with a message of the user", {"messages": TURNS}),
     ("must end with a message of the user", {"messages": [REDACTED]}),
     ("messages[0].content must be", _asking()),
+    ("messages[0].content[0].type must be", {"messages": [NO_TYPE, *ASKED["messages"]]}),
 ]
 
 
