@@ -454,9 +454,13 @@ def test_other_ids_are_refused_with_the_first_difference():
     exchanged = {**vocab, "A": vocab["B"], "B": vocab["A"]}
     shifted: Any = SimpleNamespace(get_vocab=lambda: exchanged)
     proposer = DraftModel(MODELS["llama"], shifted)
-    first = ord("A") - 31
+    first, target = ord("A") - 31, Target(MODELS["llama"])
     with pytest.raises(CheckpointError, match=f"id {first} is 'B' for the draft model and 'A' for"):
-        proposer.check_fit(Target(MODELS["llama"]), wrapped_tokenizer(VOCAB_SIZE))
+        proposer.check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
+    with pytest.raises(
+        ConfigError, match="tokenizer must be the draft model's tokenizer, got None"
+    ):
+        DraftModel(MODELS["llama"], None).check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
 
 
 def test_texts_that_no_lookup_pays_for_are_indexed_when_one_may():
