@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_redrafter import generate, load
@@ -190,6 +191,17 @@ def test_a_converted_drafter_is_the_published_one(name, tmp_path):
     packaging = re.sub(" .*", "", name).replace("NVIDIA", "DeepSpec")
     assert inspect_checkpoint(source).kind == f"{kind}as {packaging} writes it"
     assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}written by this package"
+
+
+def test_a_block_drafter_may_be_in_a_file_of_torch(tmp_path):
+    layout = next(iter(LAYOUTS.values()))
+    source = write(tmp_path / "source", tensors(layout), layout.config)
+    expected = load_block(source)
+    (source / "model.safetensors").unlink()
+    values = {name: np.array(one) for name, one in tensors(layout).items()}
+    handmade.write_zip(source / "pytorch_model.bin", handmade.pickled(values), values)
+    convert(source, tmp_path / "out")
+    assert_same_weights(load_block(tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize("link", LINKS)
