@@ -13,6 +13,7 @@ import pytest
 
 from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
+from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.proposers.block import load as load_block
@@ -260,3 +261,7 @@ def test_the_entry_that_the_target_accepts_is_found(tmp_path, monkeypatch, stori
         tried = "as it says", "entry [01] first", "earlier layers", "later layers"
         shares = ", ".join(rf"{one} \d+%" for one in (*tried, "neighbours rotated"))
         assert re.search(rf"{shares}; used (as it says|entry 0 first)$", note)
+
+
+def test_a_drafter_of_the_package_is_described_by_its_name(cli):
+    assert "quantised already" in cli("convert", bundled_drafters()[0].name).out
