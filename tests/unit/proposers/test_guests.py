@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from math import exp, inf
 from struct import pack, unpack
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -270,6 +271,14 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes():
         found: list[Any] = propose_all([(one, _flight(2)) for one in drafts], PLAN, [None] * 2)
         assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
     assert seen == [("propose", [2])] * 2
+
+
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_only_errors_of_its_pass_leave_a_sequence_without_drafts(is_finite):
+    drafting, flight = MagicMock(), MagicMock(is_finite=is_finite)
+    drafting.propose.side_effect = ConfigError("a fault of its own")
+    with pytest.raises(ConfigError) if is_finite else nullcontext():
+        assert propose_all([(drafting, flight)], PLAN, [None]) == [None]
 
 
 @pytest.mark.parametrize("log_prob", [0.0, 1e-6, -1e9, -float("inf"), float("nan")])
