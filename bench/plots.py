@@ -74,7 +74,8 @@ def plot_speed(path: Path, rows: Sequence[Row], heading: str, baseline: str = PL
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(f"tokens/s of the batch (times {baseline})")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+        if methods:  # texts of one token have no speed
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     return path
 
 

@@ -56,6 +56,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         # `splitlines` also divides at characters that JSON allows in a text, such as U+2028.
         lines = enumerate(read_file(path, "prompts").split("\n"), start=1)
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    elif suffix == ".json":
+        raise ConfigError(f"expected a text, .jsonl or .parquet file, found {path}; convert it")
     else:
         blocks = [block.strip() for block in read_file(path, "prompts").split("\n\n")]
         rows = [{"text": block} for block in blocks if block]

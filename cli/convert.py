@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mlx_redrafter.checkpoints.bundled import expand_name
 from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -40,6 +41,7 @@ def convert(
     No code in its files runs.
     `redrafter-mlx convert SRC` describes a checkpoint without reading its weights.
     """
+    source = expand_name(source)
     if destination is None:
         if (options, to, overwrite, upload_repo) != (ConversionOptions(), "mlx", False, None):
             raise typer.BadParameter("options need a folder to write; add DST")

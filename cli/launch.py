@@ -185,7 +185,7 @@ def launch(
                 process.terminate()
                 raise
         signal.signal(signal.SIGINT, ours)
-    raise typer.Exit(code)
+    raise typer.Exit(code if code >= 0 else 128 - code)  # as a shell says that a signal did it
 
 
 @contextmanager

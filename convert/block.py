@@ -15,12 +15,12 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.proposers.block import load
+from mlx_redrafter.proposers.block import check_masks
 from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.published import packaging_of, read_published
-from mlx_redrafter.proposers.checkpoint import check_shapes
+from mlx_redrafter.proposers.block.published import packaging_of, read_published, resolve_stored
+from mlx_redrafter.proposers.checkpoint import check_shapes, give_weights
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
 
@@ -35,11 +35,16 @@ class ForeignBlock(ForeignDrafter):
         self.config, self.names = read_published(source.config, source.shapes)
         shapes = {own: source.shapes[name] for own, name in self.names.items()}
         check_shapes(build(BlockNetwork, self.config), shapes, source.name, self.names)
+        source.check_dtypes(self.names)
         self.name_set = self.config.name
         self.kind = f"a {self.config.name} drafter, {packaging_of(source.config)}"
 
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> BlockNetwork:
-        return load(self.source.folder)
+        check_masks(self.source.folder)
+        weights = self.source.read(self.names)
+        resolve_stored(weights, self.names, self.source.config)
+        network = build(BlockNetwork, self.config)
+        return give_weights(network, weights, self.source.name, self.names)
 
     def test(
         self, network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper

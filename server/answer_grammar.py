@@ -95,7 +95,7 @@ def _hold_calls(
 
 def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
     """Return the field of a request that only a grammar can meet."""
-    if tools.is_required:
+    if tools.is_required or len(tools.callable) < len(tools.definitions):
         return "tool_choice"
     if not tools.is_parallel:
         return "parallel_tool_calls"

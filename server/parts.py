@@ -143,7 +143,7 @@ class Answer:
             if echoes:  # the prompt stands before it
                 added = " " + added
             else:
-                part.logprobs = [one._replace(text=one.text[1:]) for one in part.logprobs]
+                part.logprobs = list(map(_without_blank, part.logprobs))
         self._stopping, segments = TextStateMachine.split(self._stopping, added)
         text = "".join(text for _, text in segments)
         is_stopped = self._stopping[0] is None
@@ -273,6 +273,12 @@ class Answer:
     @cached_property
     def _letter(self) -> list[int]:
         return list(self._tokenizer.encode("a", add_special_tokens=False))
+
+
+def _without_blank(token: TokenLogprob) -> TokenLogprob:
+    """Name a token, and the most probable ones at its position, as at the beginning of a text."""
+    top = tuple(map(_without_blank, token.top))
+    return token._replace(text=token.text.removeprefix(" "), top=top)
 
 
 def score_prompt(

@@ -119,6 +119,8 @@ class Reply:
         self._loop.call_soon_threadsafe(self._accept, items)
 
     def _accept(self, items: Sequence[Item]) -> None:
+        if self._sent and not isinstance(self._sent[-1], Part):
+            return  # the server's end has ended the reply, and a step has outlasted that
         if isinstance(items[0], Part):
             self._last = self._loop.time()
             self._first = self._last if self._first == self._begin else self._first

@@ -64,12 +64,12 @@ class Tools:
                 raise Refusal(
                     f"tool_choice names {name!r}, but the tools are {listed}", "tool_choice"
                 )
-        if choice == "none":
-            return Tools([])
         chosen = None if names is None else tuple(names)
         is_required = choice == "required"
         if is_required and not (known if chosen is None else chosen):
             raise Refusal("tool_choice needs tools; give at least one", "tool_choice")
+        if choice == "none" or chosen == ():
+            return Tools([])
         return replace(self, names=chosen, is_required=is_required, is_parallel=not is_single)
 
 

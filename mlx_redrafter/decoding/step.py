@@ -10,7 +10,6 @@ the next pass.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -306,6 +305,10 @@ def propose_all(
         return found
     found = [None] * len(group)
     for number, ((one, flight), noise) in enumerate(zip(group, noises, strict=True)):
-        with suppress(NonFiniteError, ConfigError):  # of its pass, whose commit ends it alone
+        try:
             found[number] = one.propose(flight, plan, noise)
+        except (NonFiniteError, ConfigError):
+            if flight.is_finite:
+                raise
+            # The commit of the pass raises the same, and ends its sequence alone.
     return found

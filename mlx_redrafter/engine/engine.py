@@ -55,6 +55,13 @@ AnyDrafter = Proposer | Literal["lookup"] | None
 
 # Names of the options that a call may give.
 OPTION_NAMES = frozenset(one.name for one in fields(GenerationOptions))
+# Advice for options that only mlx-lm has.
+MLX_LM_OPTIONS = {
+    "num_draft_tokens": "here beam_length counts those tokens and the root, so give beam_width=1 "
+    "and beam_length one higher, or neither",
+    "max_kv_size": "here a cache keeps all tokens; leave it out, or give kv_bits for less memory",
+    "verbose": "here print the text, or each part that stream_generate yields",
+}
 
 
 class Engine:
@@ -265,12 +272,9 @@ class Engine:
     def _options(self, options: dict[str, Any]) -> GenerationOptions:
         if self._is_closed:
             raise ConfigError("the engine is closed; make a new one")
-        if "num_draft_tokens" in options:
-            raise ConfigError(
-                "num_draft_tokens is mlx-lm's option; here beam_length counts those tokens and the "
-                "root, so give beam_width=1 and beam_length one higher, or neither"
-            )
         for name in options.keys() - OPTION_NAMES:
+            if name in MLX_LM_OPTIONS:
+                raise ConfigError(f"{name} is mlx-lm's option; {MLX_LM_OPTIONS[name]}")
             similar = get_close_matches(name, OPTION_NAMES, n=1, cutoff=0.5)
             hint = f"; did you mean {similar[0]}?" if similar else ""
             raise TypeError(f"unexpected keyword argument {name!r}{hint}")

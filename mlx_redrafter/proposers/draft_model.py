@@ -21,7 +21,7 @@ from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError, shown
 from mlx_redrafter.proposers.draft_network import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.search import (
@@ -90,6 +90,8 @@ def check_ids(draft: Any, target: Any) -> None:
     """Check that two tokenizers give the same tokens the same ids."""
     if draft is target:
         return
+    if not hasattr(draft, "get_vocab"):
+        raise ConfigError(f"tokenizer must be the draft model's tokenizer, got {shown(draft)}")
     ours, theirs = ({i: t for t, i in one.get_vocab().items()} for one in (draft, target))
     for i in sorted(ours.keys() | theirs.keys()):
         if ours.get(i) != theirs.get(i):

@@ -54,6 +54,10 @@ class TrainingRequest:
             raise ConfigError(
                 f"a run was begun in {self.out}; continue it with --resume, or choose another --out"
             )
+        if self.cache is not None and self.cache.resolve() in self.out.resolve().parents:
+            raise ConfigError(
+                f"expected a cache that does not hold --out, found {self.cache}; choose another"
+            )
         inputs = [self.model, self.adapter_path, self.network.start_from, *self.data, *self.prompts]
         has_cache = (self.cache_folder / MANIFEST).exists()
         check_destination(self.out, inputs, self.is_begun, self.overwrite)

@@ -74,7 +74,8 @@ def read(
     if kept:
         conversation.add_text("system", BREAK.join(kept))
     _read_messages(fields, conversation)
-    roles = [one["role"] for one in conversation.messages]
+    messages = conversation.messages
+    roles = [one["role"] for one in messages]
     if not counts and roles[-1:] in ([], ["assistant"]):
         raise Refusal(
             "messages must end with a message of the user; the model cannot go on with an answer",
@@ -87,7 +88,7 @@ def read(
         is_streamed=fields.typed("stream", bool) or False,
         stops=read_stops(fields, "stop_sequences"),
         format=asked,
-        messages=conversation.messages,
+        messages=messages,
         tools=_read_tools(fields),
         template_options=_read_thinking(fields),
         effort=effort,
@@ -213,7 +214,8 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
 
 def _read_answer_block(block: object, path: str, conversation: Conversation) -> None:
     fields = Fields({"text": block, "type": "text"} if isinstance(block, str) else block, path)
-    kind = fields.one_of("type", ["text", "thinking", "redacted_thinking", "tool_use"])
+    kinds = ("text", "thinking", "redacted_thinking", "tool_use")
+    kind = fields.one_of("type", kinds, is_required=True)
     if kind == "text":
         conversation.add_text("assistant", fields.typed("text", str) or "")
     elif kind == "thinking":

@@ -14,6 +14,8 @@ from mlx_redrafter.server.refusals import Refusal
 ROLES = ("user", "assistant", "system", "developer")
 # Text between two texts that become one message.
 BREAK = "\n\n"
+# Fields of a message that are texts.
+_TEXTS = ("content", "reasoning_content")
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -32,28 +34,35 @@ class Conversation:
     """Messages in OpenAI's format, with the arguments of calls as objects."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        # Messages whose texts are lists of pieces: to add up many texts would take minutes.
+        self._messages: list[dict[str, Any]] = []
         # Names of the tools by the ids of their calls.
         self._calls: dict[str, str] = {}
         # Ids of the calls without a result, in their order, by the name of the tool; all for None.
         self._waiting: defaultdict[str | None, dict[str, None]] = defaultdict(dict)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return [
+            {name: "".join(one) if name in _TEXTS else one for name, one in message.items()}
+            for message in self._messages
+        ]
+
     def add_text(self, role: str, text: str) -> None:
         """Add a text of the "user" or the "assistant", or instructions: "system", "developer"."""
         if role == "assistant":
-            self._assistant()["content"] += text
+            self._assistant()["content"].append(text)
             return
         if role != "user":
-            is_first = all(message["role"] == "system" for message in self.messages)
+            is_first = all(message["role"] == "system" for message in self._messages)
             role = "system" if is_first else "user"
-        if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += BREAK + text
+        if self._messages and self._messages[-1]["role"] == role:
+            self._messages[-1]["content"] += (BREAK, text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text]})
 
     def add_reasoning(self, text: str) -> None:
-        message = self._assistant()
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        self._assistant().setdefault("reasoning_content", []).append(text)
 
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         self._calls[call_id] = name
@@ -71,8 +80,8 @@ class Conversation:
         name = self._calls[call_id]
         self._waiting[None].pop(call_id, None)
         self._waiting[name].pop(call_id, None)
-        result = {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
-        self.messages.append(result)
+        result = {"role": "tool", "tool_call_id": call_id, "name": name, "content": [text]}
+        self._messages.append(result)
 
     def add_result_of(self, name: str | None, text: str) -> None:
         """Add the result of the call with an id, or of the oldest call of a tool with that name.
@@ -85,6 +94,6 @@ class Conversation:
         self.add_result(found, text, "tool_name")
 
     def _assistant(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        return self._messages[-1]

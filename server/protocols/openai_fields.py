@@ -19,6 +19,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 # Maximum number of tokens in ``logit_bias``.
 MAX_BIASES = 1024
+# Minimum factor of a penalty: the logits overflow if they are divided by much smaller ones.
+MIN_REPETITION_PENALTY = 0.01
 # Maximum number of tokens that a penalty looks back at.
 MAX_PENALTY_CONTEXT = 2**20
 
@@ -99,10 +101,14 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
 
 def read_penalties(fields: Fields) -> dict[str, Any]:
     """Read the arguments of mlx-lm's ``make_logits_processors``; none if no penalty is given."""
+    factor = fields.number("repetition_penalty", 0, 10)
+    if factor and factor < MIN_REPETITION_PENALTY:
+        expected = f"0 for none, or at least {MIN_REPETITION_PENALTY}"
+        raise fields.refusal("repetition_penalty", expected, factor)
     given: dict[str, Any] = {
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+        "repetition_penalty": factor,
         "logit_bias": _read_biases(fields),
     }
     for kind in ("presence", "frequency", "repetition"):

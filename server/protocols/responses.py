@@ -292,9 +292,9 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
         else:
             expected = '"message", "reasoning", "function_call" or "function_call_output"'
             raise fields.refusal("type", expected, kind)
-    if not conversation.messages:
+    if not (messages := conversation.messages):
         raise Refusal("input must have at least one item", "input")
-    return conversation.messages
+    return messages
 
 
 def _read_reasoning(fields: Fields) -> tuple[str | None, dict[str, Any]]:

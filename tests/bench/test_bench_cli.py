@@ -8,7 +8,7 @@ import pytest
 
 from mlx_redrafter.bench import speed
 from mlx_redrafter.bench.lab.commands.tables import fill
-from mlx_redrafter.bench.plots import _groups
+from mlx_redrafter.bench.plots import _groups, plot_speed
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, TimedRun, Turn
@@ -206,6 +206,11 @@ def test_every_round_starts_with_another_method():
     assert warm_up == ["a", "b", "c"]
     assert "".join(rounds[::3]) == "abcbca"
     assert [run.arm for run in recording.runs] == 6 * ["a", "b", "c"]
+
+
+def test_texts_of_one_token_have_a_plot(tmp_path):
+    """They have no speed, and warnings are errors here."""
+    assert plot_speed(tmp_path / "p.png", [], "bundled").exists()
 
 
 def point(width, length, nodes=None, select="top_n", speed=1.0, tokens=1.0, temp=0.0):

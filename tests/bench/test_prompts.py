@@ -74,6 +74,8 @@ def test_bad_lines_are_named(tmp_path, text, message):
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match=r"expected a file with prompts, .* /dev/zero; give a"):
         read_prompts(Path("/dev/zero"))
+    with pytest.raises(ConfigError, match=r"expected a text, .* file, found p\.json"):
+        read_prompts(Path("p.json"))
 
 
 def test_prompts_of_the_same_length():

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
+from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.proposers.block import load as load_block
@@ -192,6 +194,17 @@ def test_a_converted_drafter_is_the_published_one(name, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}written by this package"
 
 
+def test_a_block_drafter_may_be_in_a_file_of_torch(tmp_path):
+    layout = next(iter(LAYOUTS.values()))
+    source = write(tmp_path / "source", tensors(layout), layout.config)
+    expected = load_block(source)
+    (source / "model.safetensors").unlink()
+    values = {name: np.array(one) for name, one in tensors(layout).items()}
+    handmade.write_zip(source / "pytorch_model.bin", handmade.pickled(values), values)
+    convert(source, tmp_path / "out")
+    assert_same_weights(load_block(tmp_path / "out"), expected)
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_small_layers_are_never_quantised(link, tmp_path):
     sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
@@ -248,3 +261,7 @@ def test_the_entry_that_the_target_accepts_is_found(tmp_path, monkeypatch, stori
         tried = "as it says", "entry [01] first", "earlier layers", "later layers"
         shares = ", ".join(rf"{one} \d+%" for one in (*tried, "neighbours rotated"))
         assert re.search(rf"{shares}; used (as it says|entry 0 first)$", note)
+
+
+def test_a_drafter_of_the_package_is_described_by_its_name(cli):
+    assert "quantised already" in cli("convert", bundled_drafters()[0].name).out

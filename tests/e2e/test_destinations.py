@@ -54,6 +54,7 @@ TRAINING = [
     (["model", "--out", "broken"], "found a broken link"),
     (["model", "--out", "new", "--cache", "model"], INPUT),
     (["model", "--out", "new", "--cache", "foreign"], OTHERS),
+    (["model", "--out", "new/drafter", "--cache", "new"], "does not hold --out, found new"),
     (["model", "--out", "with data", "--data", "with data/texts.txt"], INPUT),
     (["model", "--out", "link", "--overwrite"], INPUT),
     (["model", "--out", "foreign", "--resume"], OTHERS),

@@ -287,11 +287,16 @@ def test_free_text_is_the_text_without_tools():
     assert held == [one.token for one in engine.stream(PROMPT, **options)]
 
 
-def test_a_call_may_be_required_only_in_formats_with_a_grammar():
+def test_calls_are_held_only_in_formats_with_a_grammar():
     tokenizer = tool_tokenizer("json_tools")
     tokenizer._tool_parser = lambda text, tools: None
     engine = Engine(MODEL, tokenizer, None)
     assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
-    request, _ = read({**BODY, "tool_choice": "required"}, DEFAULTS)
-    with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
-        make_grammar(engine, PROMPT, request.tools, None)
+    other = {"type": "function", "function": {"name": "other"}}
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [other]}
+    body = {**BODY, "tools": [*BODY["tools"], other]}
+    for choice in "required", some:
+        tools = read({**body, "tool_choice": choice}, DEFAULTS)[0].tools
+        with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
+            make_grammar(engine, PROMPT, tools, None)
+    assert not read({**body, "tool_choice": {**some, "tools": []}}, DEFAULTS)[0].tools.definitions

@@ -1,5 +1,6 @@
 """Anthropic's protocol, spoken by its own client over a socket."""
 
+import time
 from itertools import chain
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_a_stream_is_the_same_answer(client):
 
 TURNS = [{"role": role, "content": "W"} for role in ("user", "assistant")]
 REDACTED = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "W"}]}
+NO_TYPE = {"role": "assistant", "content": [{"text": "W"}]}
 UNKNOWN = {"type": "tool_result", "tool_use_id": "toolu_1"}
 NO_SCHEMA = {**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}
 FLY = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}}
@@ -82,6 +84,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("must end with a message of the user", {"messages": TURNS}),
     ("must end with a message of the user", {"messages": [REDACTED]}),
     ("messages[0].content must be", _asking()),
+    ("messages[0].content[0].type must be", {"messages": [NO_TYPE, *ASKED["messages"]]}),
 ]
 
 
@@ -96,6 +99,14 @@ def test_errors_have_its_shape(calling, message, fields):
 def test_max_tokens_may_be_left_out():
     request, _ = read({"messages": ASKED["messages"]}, GenerationOptions(max_tokens=7))
     assert request.options.max_tokens == 7
+
+
+def test_many_texts_are_read_in_no_time():
+    messages = [{"role": "user", "content": ["A"] * 500_000}]
+    start = time.monotonic()
+    request, _ = read({"messages": messages}, GenerationOptions())
+    assert time.monotonic() - start < 5
+    assert request.messages[0]["content"].count("A\n\nA") == 250_000
 
 
 def test_thinking_comes_first():

@@ -59,6 +59,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("stream_options", {"stream_options": {}}),
     ("stream_options.colour", {"stream": True, "stream_options": {"colour": True}}),
     ("presence_penalty", {"presence_penalty": 3}),
+    ("repetition_penalty", {"repetition_penalty": 1e-300}),
     ("logit_bias", {"logit_bias": {"A": 1}}),
     ("logit_bias.5", {"logit_bias": {"5": "much"}}),
     ("logprobs", {"logprobs": 2}),

@@ -1,5 +1,6 @@
 """Ends of the server, by a signal, and of clients: all others get an answer, in bounded time."""
 
+import asyncio
 import json
 import re
 import resource
@@ -12,12 +13,17 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.request import urlopen
 
 import pytest
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.protocols.anthropic import MessageWriter
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.replies import Reply
 from tests.server.serving import KEY, begin, events, make_engine, serving, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
@@ -65,6 +71,19 @@ def test_texts_that_outlast_the_grace(monkeypatch):
     assert sorted(status for status, _ in answers) == [200, 200, 503, 503]
     for _, text in answers:  # the last event, or the whole
         assert events(text)[-1]["error"]["code"] == "shutting_down"
+
+
+def test_no_part_follows_the_end():
+    """A step may outlast the error that the end of the server sends."""
+
+    async def read() -> list[str]:
+        reply = Reply(MagicMock(), MagicMock(), [[0]], MessageWriter("tiny"), 0.0)
+        reply.job.receive(Refusal("the server is shutting down"))
+        reply.job.receive(Part(0, False, 1, 0, 0, 0, content="A"))
+        return [text async for text in reply.events()]
+
+    (text,) = asyncio.run(asyncio.wait_for(read(), 5))
+    assert [one["type"] for one in events(text)] == ["error"]
 
 
 def _num_running(port: int) -> int:

@@ -22,7 +22,7 @@ from tests.server.serving import KEY
 
 # A program in place of an agent: it says how it was started, and asks the server.
 FAKE = f"""#!{sys.executable}
-import json, os, sys, urllib.request
+import json, os, signal, sys, urllib.request
 base = os.environ["ANTHROPIC_BASE_URL"]
 headers = {{
     "Authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"],
@@ -34,8 +34,8 @@ body = {{
     "messages": [{{"role": "user", "content": sys.argv[1]}}],
 }}
 asked = urllib.request.Request(base + "/v1/messages", json.dumps(body).encode(), headers)
-print(json.load(urllib.request.urlopen(asked))["content"][0]["text"])
-sys.exit(7)
+print(json.load(urllib.request.urlopen(asked))["content"][0]["text"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -49,7 +49,7 @@ def test_an_agent_uses_the_server_that_runs(calling, tmp_path, monkeypatch, capf
     monkeypatch.setenv("PATH", str(tmp_path))
     port = ("--port", calling.port)
     result = run(capfd, "launch", "claude", *port, "--api-key", KEY, "--", "Hello")
-    assert (result.code, result.out) == (7, "Done.\n")
+    assert (result.code, result.out) == (137, "Done.\n")
     assert "ANTHROPIC_AUTH_TOKEN=***" in result.err
     assert KEY not in result.err
     for agent, options, message in (

@@ -310,7 +310,7 @@ def bundled() -> Any:
 @pytest.mark.parametrize("prompt", ["It cost 5, he said", "Once upon a"])
 def test_tokens_stand_where_the_text_has_them(bundled, prompt, echo):
     """Its tokenizer leaves out the blank at the beginning of a text."""
-    body = {"prompt": prompt, "max_tokens": 8, "logprobs": 0, "echo": echo}
+    body = {"prompt": prompt, "max_tokens": 8, "logprobs": 1, "echo": echo}
     (choice,) = bundled.send("/v1/completions", body)[1]["choices"]
     tokens = encode_prompt(bundled.engine.tokenizer, prompt)
     written = [one.token for one in _responses(bundled, prompt, max_tokens=8)]
@@ -319,3 +319,4 @@ def test_tokens_stand_where_the_text_has_them(bundled, prompt, echo):
     found = choice["logprobs"]
     for token, start in zip(found["tokens"], found["text_offset"], strict=True):
         assert choice["text"][start:].startswith(token)
+    assert found["tokens"][-8:] == [next(iter(top)) for top in found["top_logprobs"][-8:]]

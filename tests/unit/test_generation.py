@@ -178,6 +178,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"history": 5}, "history must be a list"),
     ({"history": [5]}, r"history\[...\] must be a list of token ids, got 5"),
     ({"num_draft_tokens": 3}, "num_draft_tokens is mlx-lm's option.* give beam_width=1"),
+    ({"max_kv_size": 512}, "max_kv_size is mlx-lm's option.* or give kv_bits"),
+    ({"verbose": True}, "verbose is mlx-lm's option.* print the text"),
     ({"sampler": 3}, "sampler must be a function, got 3"),
     ({"logits_processors": mx.argmax}, "logits_processors must be a list, got "),
     ({"logits_processors": [mx.argmax, 3]}, r"logits_processors\[1\] must be a function, got 3"),

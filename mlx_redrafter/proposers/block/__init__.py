@@ -17,12 +17,17 @@ recognise = is_block_drafter
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> BlockNetwork:
     """Load a drafter as published in safetensors, or as `convert` writes it."""
     stored = Checkpoint(path_or_repo)
-    if (stored.folder / MASK_FILE).exists():
-        raise CheckpointError(
-            f"this block drafter has an embedding of its own for masks ({MASK_FILE}), which is not "
-            "supported; use another head"
-        )
+    check_masks(stored.folder)
     config, names = read_published(stored.config, stored.shapes)
     target.check(config)
     resolve = partial(resolve_stored, names=names, values=stored.config)
     return stored.fill(build(BlockNetwork, config), names, resolve)
+
+
+def check_masks(folder: Path) -> None:
+    """Raise `CheckpointError` if a drafter has an embedding of its own for masks."""
+    if (folder / MASK_FILE).exists():
+        raise CheckpointError(
+            f"this block drafter has an embedding of its own for masks ({MASK_FILE}), which is not "
+            "supported; use another head"
+        )

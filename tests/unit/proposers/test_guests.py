@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from math import exp, inf
 from struct import pack, unpack
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -272,6 +273,14 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes():
     assert seen == [("propose", [2])] * 2
 
 
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_only_errors_of_its_pass_leave_a_sequence_without_drafts(is_finite):
+    drafting, flight = MagicMock(), MagicMock(is_finite=is_finite)
+    drafting.propose.side_effect = ConfigError("a fault of its own")
+    with pytest.raises(ConfigError) if is_finite else nullcontext():
+        assert propose_all([(drafting, flight)], PLAN, [None]) == [None]
+
+
 @pytest.mark.parametrize("log_prob", [0.0, 1e-6, -1e9, -float("inf"), float("nan")])
 def test_any_number_in_place_of_a_log_probability_is_taken(log_prob):
     """Masks leave infinities, and nodes off the path may have NaN."""
@@ -454,9 +463,13 @@ def test_other_ids_are_refused_with_the_first_difference():
     exchanged = {**vocab, "A": vocab["B"], "B": vocab["A"]}
     shifted: Any = SimpleNamespace(get_vocab=lambda: exchanged)
     proposer = DraftModel(MODELS["llama"], shifted)
-    first = ord("A") - 31
+    first, target = ord("A") - 31, Target(MODELS["llama"])
     with pytest.raises(CheckpointError, match=f"id {first} is 'B' for the draft model and 'A' for"):
-        proposer.check_fit(Target(MODELS["llama"]), wrapped_tokenizer(VOCAB_SIZE))
+        proposer.check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
+    with pytest.raises(
+        ConfigError, match="tokenizer must be the draft model's tokenizer, got None"
+    ):
+        DraftModel(MODELS["llama"], None).check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
 
 
 def test_texts_that_no_lookup_pays_for_are_indexed_when_one_may():
