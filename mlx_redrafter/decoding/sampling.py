@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.target.caches.batch_layers import MAX_OPEN
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -84,7 +85,7 @@ class TokenSampler(ABC):
         """
 
     def go_back(self, num_choices: int) -> None:  # noqa: B027
-        """Leave what there is after so many choices in all, of the last two passes."""
+        """Leave what there is after so many choices in all, of the last `MAX_OPEN` passes."""
 
 
 class GumbelNoise(NamedTuple):
@@ -277,7 +278,7 @@ class StockSampler(TokenSampler):
         # Choices before the newest pass, and those of it that count.
         self._num_before = self._num_chosen = 0
         # Random states before each level of a pass and after the last one, by the choices before
-        # it: the newest pass and the one before.
+        # it: the newest passes.
         self._keys: dict[int, mx.array] = {}
         # The object of the random state that it has left; each draw makes another one.
         self._left: mx.array | None = None
@@ -299,13 +300,13 @@ class StockSampler(TokenSampler):
             keys.append(random_state())
             self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
         keys.append(random_state())
-        states, before = mx.stack(keys), self._num_before
+        states = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
             assert depths is not None
             chosen.append(self._sample(log_probs[node : node + 1], states[depths[node]]))
         self._num_before += self._num_chosen
-        kept = {before: self._keys[before]} if self._num_chosen else {}
-        self._keys = {**kept, self._num_before: states}
+        self._keys[self._num_before] = states
+        self._keys = dict(list(self._keys.items())[-MAX_OPEN:])
         self._num_chosen = 1
         self._leave(self._num_before + num_levels)
         return mx.concatenate(chosen)

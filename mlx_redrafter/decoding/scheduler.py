@@ -133,7 +133,15 @@ class Scheduler:
 
     @property
     def _active(self) -> list[SequenceDecoder]:
-        return [one for one in self._begun if not one.is_ready]
+        """The sequences that go on, alone only once the caller has all tokens of the pass before.
+
+        A cache of its own does not know how far a sequence may still have to go back.
+        """
+        return [
+            one
+            for one in self._begun
+            if not one.is_ready and (one in self.batch or not one.delivery.num_ready)
+        ]
 
     def _process_chunk(self) -> bool:
         """Process a chunk of prompts, unless others wait; return whether a sequence has ended.

@@ -176,6 +176,22 @@ def test_texts_that_come_and_go(monkeypatch, model_type):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
+def test_a_text_that_leaves_a_batch_before_the_first_pass_of_that(model_type):
+    """It comes beside another one, which has ended with its own first pass."""
+    target = Target(build(tiny_config(model_type, main_rope(model_type))))
+    case = make_case(target.model, trees.PROMPT, 12, 12, trees.GREEDY)
+    for count in range(1, 6):
+        options = {"max_tokens": 12, "keeps_cache": True}
+        text = sequence_of(target, case.prompt, ScriptedDrafts(case.text), **options)
+        other, scheduler = sequence_of(target, [5], max_tokens=1), Scheduler(target)
+        reader, beside = (decode(one, scheduler.step, scheduler.leave) for one in (text, other))
+        found = [next(reader).id for _ in range(count)]
+        assert len(list(beside)) == 1
+        assert [*found, *(token.id for token in reader)] == case.text
+        assert_same_entries(text.own_cache.stock, case.cache)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
 def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type):
     """A text ends; the other one, alone, is about to make its own pass when a third one comes."""
     target = Target(build(tiny_config(model_type, main_rope(model_type))))

@@ -268,6 +268,18 @@ def test_a_text_that_is_closed_in_the_middle(monkeypatch, name, count, policy):
     assert_holds(model, cache, held, quantisation=QUANTISED.get(name))
 
 
+@pytest.mark.parametrize("name", ["olmo_hybrid", "mamba2"])
+def test_a_text_that_is_closed_after_another_has_begun_in_chunks(name):
+    model, text = build(config_of(name)), written(name)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), Scripted(text, VOCAB_SIZE, 1.0))
+    cache, shared = make_prompt_cache(model), engine.share()
+    shape: dict[str, Any] = {"beam_width": 1, "beam_length": 6}
+    with engine.stream(PROMPT, prompt_cache=cache, shared=shared, **shape) as responses:
+        assert [next(responses).token for _ in range(3)] == text[:3]
+        next(engine.stream(prompt_of(20), shared=shared, prefill_step_size=4))
+    assert_holds(model, cache, [*PROMPT, *text[:3]])
+
+
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
     """Interrupt after ``number`` calls of a method."""
     calls = itertools.count()

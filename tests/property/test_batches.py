@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_redrafter import Engine, generate, generate_batch
 from mlx_redrafter.decoding.scheduler import Scheduler
@@ -21,7 +21,8 @@ from mlx_redrafter.policy.adaptive import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
 from tests.golden.record_fixed_shapes import load_once
 from tests.helpers.calls import at_call
-from tests.helpers.equality import batch_texts
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import batch_texts, ids, stock_tokens
 from tests.helpers.memory import peak_of
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.trees import sequence_of, step_together
@@ -112,6 +113,25 @@ def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch():
         text += next(first).text + next(first).text
         assert len(list(shared.batch)) == num_left
     assert text + "".join(one.text for one in first) == expected
+
+
+def test_a_text_that_is_closed_beside_another_leaves_the_random_state_of_mlx_lm():
+    (prompt, other), sampler = _prompts(2), make_sampler(0.7)
+    mx.random.seed(3)
+    text = ids(stock_tokens(MODEL, prompt, 20, sampler=sampler))
+    engine = Engine(MODEL, TOKENIZER, Scripted(text, VOCAB_SIZE, 1.0))
+    shape: dict[str, Any] = {"beam_width": 1, "beam_length": 3}
+    for count in range(1, 12):
+        shared = engine.share()
+        beside = engine.stream(other, shared=shared, **shape)
+        mx.random.seed(3)
+        with engine.stream(prompt, shared=shared, sampler=sampler, **shape) as stream:
+            assert [next(stream).token for one in text[:count] if next(beside)] == text[:count]
+            next(beside)
+        found = mx.random.uniform().item()
+        mx.random.seed(3)
+        stock_tokens(MODEL, prompt, count, sampler=sampler)
+        assert mx.random.uniform().item() == found
 
 
 def test_memory_does_not_grow_with_the_number_of_texts():

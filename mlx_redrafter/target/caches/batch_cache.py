@@ -171,8 +171,8 @@ class BatchCache:
     def _begin(self, own: TreeCache) -> None:
         """Make layers like those of a sequence, the first one."""
         if self._kinds != _kinds(own):
-            self._kinds = _kinds(own)
-            self.layers = [_layer(one, TreePass([0], history=self._history)) for one in own.layers]
+            self._kinds, step = _kinds(own), TreePass([0], history=self._history)
+            self.layers = [_layer(one, step) for one in own.layers]
             self._parts = parts_of(self.layers)
             self.capacity = 0
 

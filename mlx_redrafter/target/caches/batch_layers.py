@@ -18,9 +18,11 @@ from mlx_redrafter.target.caches.tree_pass import Move, Places, TreePass
 GROWTH = 256
 # Further entries of a buffer, for writes that pad slots with fewer entries to move than others.
 SCRATCH = 1
-# Maximum number of tokens by which a sequence may have to be shortened: four accepted paths. Its
-# caller may be taking the tokens of two passes while those of two others wait in the scheduler.
-SPARE = 4 * MAX_BEAM_LENGTH
+# Maximum number of passes in which a sequence may have to end. Its caller may be taking the tokens
+# of two of them while those of two others wait in the scheduler.
+MAX_OPEN = 4
+# Maximum number of tokens by which it may have to be shortened: as many accepted paths.
+SPARE = MAX_OPEN * MAX_BEAM_LENGTH
 
 
 class BatchLayer:

@@ -20,9 +20,7 @@ class RecurrentCache:
 
     def __init__(self, stock: ArraysCache, step: TreePass | None = None):
         self.stock = stock
-        self.step = step or TreePass([0])
-        # Index of this layer's record in a pass.
-        self._number = 0
+        self._enter(step or TreePass([0]))
 
     @property
     def trees(self) -> TreeBatch | None:
@@ -32,6 +30,10 @@ class RecurrentCache:
 
     def expect(self, step: TreePass) -> None:
         self._take_over(step.taken)
+        self._enter(step)
+
+    def _enter(self, step: TreePass) -> None:
+        # The number is the index of this layer's record in every pass.
         self.step, self._number = step, len(step.records)
         step.records.append(StateRecord(list(self.stock.cache)))
 
