@@ -266,10 +266,8 @@ def _convert(name: str, text: str, **options: Any) -> str:
 
 
 def _refusal(message: str) -> ConfigError:
-    reason = describe_error(ValueError(message))
-    # The parser of regular expressions draws the place first.
-    if cause := re.search(r"^error: (.+)", message, re.MULTILINE):
-        reason += f" {cause[1]}"
+    # The parser of regular expressions draws the place before it names the error.
+    reason = describe_error(ValueError(re.sub(r"(?ms)\n.*?^error: ", " ", message)))
     return ConfigError(f"grammar cannot be used: {reason}; correct or simplify it")
 
 

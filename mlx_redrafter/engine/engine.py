@@ -97,6 +97,7 @@ class Engine:
         self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
+        self.memory.passes = self.target.share_passes(self.memory.passes)
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)

@@ -210,6 +210,7 @@ def test_every_round_starts_with_another_method():
 
 def test_texts_of_one_token_have_a_plot(tmp_path):
     """They have no speed, and warnings are errors here."""
+    pytest.importorskip("matplotlib")
     assert plot_speed(tmp_path / "p.png", [], "bundled").exists()
 
 
