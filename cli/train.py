@@ -130,13 +130,13 @@ def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> d
             "the run with the version of mlx-redrafter that began it, or choose another --out"
         )
     for name in sorted(stored.keys() & {*PATHS, *FOLDERS}):
-        found, is_list = stored[name], name in LISTS
-        texts = found if isinstance(found, list) else [found]
-        is_right = isinstance(found, list) == is_list and all(isinstance(x, str) for x in texts)
+        found = stored[name]
+        kind, texts = ("a list of texts", found) if name in LISTS else ("a text", [found])
+        is_right = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
         if found is not None and not is_right:
             raise ConfigError(
-                f"expected {'a list of texts' if is_list else 'a text'} as {name} in {path}, found "
-                f"{found!r}; correct it, or choose another --out"
+                f"expected {kind} as {name} in {path}, found {found!r}; correct it, or choose "
+                "another --out"
             )
     for name, value in given.items():
         source = context.get_parameter_source(name)

@@ -70,7 +70,7 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
         except OSError as error:
             raise DataError(f"cannot read {path}: {explain(error)}") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"{path} must be UTF-8 text: {error}") from error
+            raise DataError(f"{path} must be UTF-8 text: {error}; convert the file") from error
     return counts
 
 

@@ -280,7 +280,7 @@ class StockSampler(TokenSampler):
         # Random states before each level of a pass and after the last one, by the choices before
         # it: the newest passes.
         self._keys: dict[int, mx.array] = {}
-        # The object of the random state that it has left; each draw makes another one.
+        # The array of the random state that it has left.
         self._left: mx.array | None = None
 
     def sample(
@@ -316,13 +316,13 @@ class StockSampler(TokenSampler):
         self.go_back(self._num_before + num_choices)
 
     def go_back(self, num_choices: int) -> None:
-        if mx.random.state[0] is self._left:  # type: ignore[index]
+        if _random_array() is self._left:
             self._leave(num_choices)
 
     def _leave(self, num_choices: int) -> None:
         first = max(one for one in self._keys if one <= num_choices)
         _set_random_state(self._keys[first][num_choices - first])
-        self._left = mx.random.state[0]  # type: ignore[index]
+        self._left = _random_array()
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)
@@ -362,13 +362,18 @@ def mark_nan(tokens: mx.array, normalisers: mx.array) -> mx.array:
     return mx.where(mx.abs(normalisers) < math.inf, tokens, NOT_A_NUMBER)
 
 
+def _random_array() -> mx.array:
+    """Return the array of MLX's random state itself; each draw makes another one."""
+    return mx.random.state[0]  # type: ignore[index]
+
+
 def random_state() -> mx.array:
-    return mx.array(mx.random.state[0])  # type: ignore[index]
+    return mx.array(_random_array())
 
 
 def _set_random_state(key: mx.array) -> None:
     # In place: MLX refuses item assignment, and rebinding the attribute has no effect.
-    mx.random.state[0][:] = key  # type: ignore[index]
+    _random_array()[:] = key
 
 
 def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:

@@ -56,7 +56,10 @@ def load_when_asked(
                 name, adapter = own_name or name, own_adapter or adapter
                 found = digests(name, adapter)
                 if adapter is not None and expected.keys().isdisjoint(ADAPTER_FILES):
-                    raise CheckpointError(f"found the adapter {adapter}, which rank 0 lacks")
+                    raise CheckpointError(
+                        f"found the adapter {adapter}, which rank 0 lacks; give it there, too, or "
+                        "leave it out here"
+                    )
                 # Weights that are not here yet are downloaded later.
                 other = [one for one in expected.keys() & found if found[one] != expected[one]]
                 if other:

@@ -139,8 +139,7 @@ class Preparation:
         pace = rehearse(request, target, student, prompts, work.generated, on_stage)
         mx.clear_cache()
         minutes = request.training.minutes
-        stored = self.cache.num_tokens()
-        unread = stored - self.cache.num_tokens(student.layers)
+        stored, unread = self.cache.count_tokens(student.layers)
         left = work.left(stored, unread, is_full=self.cache.has("held-out", 0))
         timetable = Timetable.of(work, pace, minutes, left)
         if minutes is not None:

@@ -145,11 +145,12 @@ class TeacherCache:
         """Count the shards, which are numbered from 0 without gaps."""
         return next(number for number in count() if not self.has(split, number))
 
-    def num_tokens(self, layers: Sequence[int] = ()) -> int:
-        """Count the tokens of all shards, or of those that have the inputs of some layers."""
+    def count_tokens(self, layers: Sequence[int]) -> tuple[int, int]:
+        """Count the tokens of all shards, and of those without the inputs of some layers."""
         places = [(split, n) for split in SPLITS for n in range(self.num_shards(split))]
-        shards = [self.load(*place) for place in places if self.has(*place, layers)]
-        return sum(len(shard.tokens) for shard in shards)
+        sizes = {place: len(self.load(*place).tokens) for place in places}
+        unread = (size for place, size in sizes.items() if not self.has(*place, layers))
+        return sum(sizes.values()), sum(unread)
 
 
 def pack_sequences(sequences: Sequence[TokenSequence]) -> Arrays:
