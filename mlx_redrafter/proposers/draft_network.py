@@ -25,6 +25,7 @@ from mlx_redrafter.proposers.search import (
     NoiseRank,
     build_tree,
     build_trees,
+    rank_from,
 )
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLineage
 from mlx_redrafter.target.target import Target
@@ -166,16 +167,8 @@ class NetworkDrafting:
         Their noise is of equally many depths, with parameters that differ in the seeds only.
         """
         count, values = len(noises), mx.concatenate([one.values for one in noises])
-        rank = self.rank(GumbelNoise(noises[0].params, values))
-        if rank is None:
-            return None
         starts = mx.arange(count, dtype=mx.int32) * (values.shape[0] // count)
-
-        def rank_rows(log_probs: mx.array, depth: int | mx.array, **options: Any) -> mx.array:
-            depths = mx.repeat(starts, log_probs.shape[0] // count) + depth
-            return rank(log_probs, depths, **options)
-
-        return rank_rows
+        return rank_from(starts, self.rank(GumbelNoise(noises[0].params, values)))
 
     @property
     def is_joint(self) -> bool:

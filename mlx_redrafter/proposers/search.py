@@ -9,9 +9,9 @@ they are already a tree. `build_tree` selects those that the target verifies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -26,18 +26,29 @@ LEAST_LOG_PROB = -1e30
 # is their own, not one that was fitted to greedy choices.
 COUPLING_WEIGHT = 1.0
 
-# Function from log-probabilities of the tokens after nodes, and the nodes' depth or depths, int32,
-# to the scores that rank nodes.
-Rank = Callable[[mx.array, int | mx.array], mx.array]
-
 
 class NoiseRank(Protocol):
-    """A `Rank` by the target's noise."""
+    """A function that ranks tokens after nodes with the target's noise."""
 
     def __call__(
         self, log_probs: mx.array, depth: int | mx.array, /, *, token_ids: mx.array | None = ...
     ) -> mx.array:
-        """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
+        """Return scores, given log-probabilities and the nodes' depth or depths, int32.
+
+        ``token_ids`` are those of the columns if not of all rows of the head.
+        """
+
+
+def rank_from(starts: mx.array, rank: NoiseRank | None) -> NoiseRank | None:
+    """Return the rank of several roots' rows, equally many of each, with depths from ``starts``."""
+    if rank is None:
+        return None
+
+    def rank_rows(log_probs: mx.array, depth: int | mx.array, **options: Any) -> mx.array:
+        depths = mx.repeat(starts, log_probs.shape[0] // starts.shape[0]) + depth
+        return rank(log_probs, depths, **options)
+
+    return rank_rows
 
 
 def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:
@@ -95,7 +106,7 @@ class LevelScorer(Protocol):
         """Return token ids, int32, of indices into V; any shape."""
 
 
-def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+def search_all(levels: LevelScorer, shape: DraftShape, rank: NoiseRank | None = None) -> Expansion:
     """Score the best continuations of every root, and those of the W best nodes of every level.
 
     Every root has a search of its own, in the same calls of the network. The host reads nothing.

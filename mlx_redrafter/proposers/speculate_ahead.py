@@ -33,6 +33,7 @@ from mlx_redrafter.proposers.search import (
     bounded,
     build_tree,
     log_probs,
+    rank_from,
     search_all,
 )
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
@@ -166,14 +167,7 @@ class SpeculateAheadDrafting:
         keys = mx.concatenate([nodes, ids[rows]])
         mx.async_eval(keys)
         branches.begin(nodes, ids[rows])
-        depths = tree.depths[nodes] + 1
-
-        def rank_below(log_probs: mx.array, depth: int | mx.array) -> mx.array:
-            assert rank is not None
-            places = mx.repeat(depths, log_probs.shape[0] // depths.shape[0]) + depth
-            return rank(log_probs, places)
-
-        drafts = search_all(branches, plan.shape, None if rank is None else rank_below)
+        drafts = search_all(branches, plan.shape, rank_from(tree.depths[nodes] + 1, rank))
         mx.async_eval(drafts)
         return _Speculation(keys, drafts)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
-from mlx_redrafter.proposers.search import Expansion, Rank, search_all
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
 
@@ -159,7 +159,7 @@ def expand(
     hidden: mx.array,
     root: mx.array,
     shape: DraftShape,
-    rank: Rank | None = None,
+    rank: NoiseRank | None = None,
 ) -> Expansion:
     """Search after one root, given its hidden state, shape (H,), and the target's embedding."""
 
