@@ -168,20 +168,17 @@ UNPACK_MXFP4 = """\
         const float size = small * float16_t(16384.0f);
         q[j] = u >> (4 * j) & 8 ? -size : size;
       }"""
-# Four inputs by bits: their sum, and their values divided to suit weights that are not shifted.
+# Four inputs: their sum, and their values divided to suit weights that are not shifted.
+LOAD_DIVIDED = """\
+      sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / {}.0f;
+      inputs[t][2] = float(v[2]) / {}.0f;
+      inputs[t][3] = float(v[3]) / {}.0f;"""
+# The same by bits.
 LOAD = {
-    2: """\
-      sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
-      inputs[t][0] = float(v[0]);
-      inputs[t][1] = float(v[1]) / 4.0f;
-      inputs[t][2] = float(v[2]) / 16.0f;
-      inputs[t][3] = float(v[3]) / 64.0f;""",
-    4: """\
-      sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
-      inputs[t][0] = float(v[0]);
-      inputs[t][1] = float(v[1]) / 16.0f;
-      inputs[t][2] = float(v[2]) / 256.0f;
-      inputs[t][3] = float(v[3]) / 4096.0f;""",
+    2: LOAD_DIVIDED.format(4, 16, 64),
+    4: LOAD_DIVIDED.format(16, 256, 4096),
     8: """\
       for (int j = 0; j < 4; j++) {
         sums[t] += float(v[j]);
@@ -202,18 +199,13 @@ UNPACK = {
       const float q[4] = {
           float(packed[0]), float(packed[1]), float(packed[2]), float(packed[3])};""",
 }
-# Four products, added up at once.
+# Products of four inputs and four weights, added up at once, and one by one.
 FOUR_PRODUCTS = """\
         dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];"""
-# Products of four inputs and four weights, by bits.
-MULTIPLY = {
-    2: FOUR_PRODUCTS,
-    4: FOUR_PRODUCTS,
-    8: """\
+ONE_BY_ONE = """\
         for (int j = 0; j < 4; j++) {
           dots[r][t] += v[j] * q[j];
-        }""",
-}
+        }"""
 
 
 def tile(rows: int) -> int:
@@ -252,4 +244,5 @@ def _dots(variant: Variant) -> str:
         return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)
     if bits not in LOAD:
         return ONES.format(pack=PACKS[bits])
-    return FOURS.format(load=LOAD[bits], unpack=UNPACK[bits], multiply=MULTIPLY[bits])
+    multiply = ONE_BY_ONE if bits == 8 else FOUR_PRODUCTS
+    return FOURS.format(load=LOAD[bits], unpack=UNPACK[bits], multiply=multiply)
