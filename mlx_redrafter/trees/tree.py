@@ -165,24 +165,21 @@ class TokenTree:
         if num_nodes == self.size:
             return self
         drafts = num_nodes - 1
-        known = self.known and self.known.first(drafts)
         max_depth = min(self.max_depth, drafts)
         if self.is_chain:
-            parents, depths, ancestors = _chain(num_nodes)
+            places = _chain(num_nodes)
         else:
-            parents, depths = self.parents[:num_nodes], self.depths[:num_nodes]
+            parents = self.parents[:num_nodes]
             # Computed again for few nodes, because the mask of this tree may be far larger.
-            ancestors = ancestor_mask(parents, max_depth)
-        return replace(
-            self,
-            tokens=self.tokens[:num_nodes],
-            parents=parents,
-            depths=depths,
-            ancestors=ancestors,
-            num_nodes=num_nodes,
-            max_depth=max_depth,
-            packed=None,
-            known=known,
+            places = parents, self.depths[:num_nodes], ancestor_mask(parents, max_depth)
+        return TokenTree(
+            self.tokens[:num_nodes],
+            *places,
+            num_nodes,
+            max_depth,
+            known=self.known and self.known.first(drafts),
+            is_chain=self.is_chain,
+            find_others=self.find_others,
         )
 
     def padded(self, size: int) -> TokenTree:
