@@ -42,7 +42,7 @@ class ForeignBlock(ForeignDrafter):
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> BlockNetwork:
         check_masks(self.source.folder)
         weights = self.source.read(self.names)
-        resolve_stored(weights, self.names, self.source.config)
+        resolve_stored(weights, self.source.config)
         network = build(BlockNetwork, self.config)
         return give_weights(network, weights, self.source.name, self.names)
 

@@ -83,7 +83,7 @@ class Checkpoint:
         """Give a new network the stored weights, quantised if they are, and return it.
 
         ``sources`` has the name of every stored tensor by its name in the network, by default the
-        same. ``resolve`` replaces, in place, weights that are stored in another form.
+        same. ``resolve`` replaces, in place, weights that this kind stores in another form.
         """
         if sources is None:
             sources = {name: name for name in self.shapes}
@@ -98,12 +98,14 @@ class Checkpoint:
 
 
 def give_weights(
-    network: N, weights: Mapping[str, mx.array], name: str | Path, names: Mapping[str, str]
+    network: N, weights: dict[str, mx.array], name: str | Path, names: Mapping[str, str]
 ) -> N:
     """Give a network weights of the right shapes after checks of their values, and return it.
 
-    ``names`` are those in the checkpoint ``name`` by the network's. Waits for the device.
+    ``names`` are those in the checkpoint ``name`` by the network's. Offsets to token ids are
+    resolved in place. Waits for the device.
     """
+    resolve_offsets(weights, names)
     check_floating(network, weights, name, names)
     network.load_weights(list(weights.items()))
     check_finite(network, name, names)
@@ -241,11 +243,9 @@ def check_token_ids(network: Any, name: str | Path) -> None:
     if TOKEN_IDS not in network:
         return
     last, dtype = network.config.vocab_size - 1, network.token_ids.dtype
-    is_integer = mx.issubdtype(dtype, mx.integer)
-    ids = to_ints(network.token_ids) if is_integer else [0]
-    if not is_integer:
+    if not mx.issubdtype(dtype, mx.integer):
         found = f"integers, found {dtype}"
-    elif not 0 <= min(ids) <= max(ids) <= last:
+    elif not 0 <= min(ids := to_ints(network.token_ids)) <= max(ids) <= last:
         found = f"ids from 0 to {last}, found {min(ids)} to {max(ids)}"
     elif len(set(ids)) < len(ids):
         found = "distinct ids, found some twice"

@@ -20,7 +20,7 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> BlockNetwor
     check_masks(stored.folder)
     config, names = read_published(stored.config, stored.shapes)
     target.check(config)
-    resolve = partial(resolve_stored, names=names, values=stored.config)
+    resolve = partial(resolve_stored, values=stored.config)
     return stored.fill(build(BlockNetwork, config), names, resolve)
 
 

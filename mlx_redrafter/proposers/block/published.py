@@ -30,7 +30,7 @@ from mlx_redrafter.proposers.block.values import (
     first_slot_of,
     masks_of,
 )
-from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, resolve_offsets
+from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
@@ -103,15 +103,8 @@ def packaging_of(values: Mapping[str, Any]) -> str:
     return f"as {PublishedValues.of(values).packaging} writes it"
 
 
-def resolve_stored(
-    weights: dict[str, mx.array], names: Mapping[str, str], values: Mapping[str, Any]
-) -> None:
-    """Replace, in place, weights that are stored in another form; blocks until MLX reads a norm.
-
-    Offsets become token ids, and norms that are stored less one become factors. ``names`` are the
-    published names by those of `BlockNetwork`.
-    """
-    resolve_offsets(weights, names)
+def resolve_stored(weights: dict[str, mx.array], values: Mapping[str, Any]) -> None:
+    """Replace, in place, norms that are stored less one by factors; blocks until MLX reads one."""
     if values.get("model_type") == MODEL_TYPE:
         return
     (mean,) = to_floats(mx.mean(weights["hidden_norm.weight"].astype(mx.float32))[None])

@@ -1,9 +1,8 @@
 """EAGLE heads (arXiv 2401.15077, 2406.16858, 2503.01840): decoder layers on the target's states."""
 
-from functools import partial
 from pathlib import Path
 
-from mlx_redrafter.proposers.checkpoint import Checkpoint, resolve_offsets
+from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import is_eagle, read_published
 from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
@@ -18,4 +17,4 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Eagle:
     stored = Checkpoint(path_or_repo)
     config, names = read_published(stored.config, stored.shapes)
     target.check(config)
-    return stored.fill(build(Eagle, config), names, partial(resolve_offsets, names=names))
+    return stored.fill(build(Eagle, config), names)
