@@ -49,6 +49,8 @@ UNSUPPORTED = {
     "layers.0.mlp.gate.weight": "a mixture of experts",
     "mask_embedding.weight": "an embedding of its own for masks",
 }
+# Names in configs of the links that are Markov heads.
+MARKOV_HEADS = {"vanilla": "vanilla", "gated": "gated", "recurrent": "rnn"}
 # Norms whose mean is below this are stored less one: they start at one, or at zero.
 STORED_LESS_ONE = 0.5
 
@@ -240,22 +242,18 @@ def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
 
 def _check_stated(config: PublishedValues, fields: Mapping[str, Any]) -> None:
     link, rank = fields["link"], fields.get("rank", 0)
-    is_selector = link == "selector"
-    is_markov = link != "none" and not is_selector
+    is_markov = link in MARKOV_HEADS
     found = {
         "markov_rank": rank if is_markov else 0,
-        "markov_head_type": "rnn" if link == "recurrent" else link,
+        "markov_head_type": MARKOV_HEADS.get(link),
         "projector_type": "dspark" if is_markov else "dflash",
-        "selector_rank": rank if is_selector else 0,
+        "selector_rank": rank if link == "selector" else 0,
         "conv_kernel_size": fields.get("conv_taps", 0),
+        "draft_vocab_size": fields["draft_vocab_size"],
     }
-    if not is_markov:
-        del found["markov_head_type"]
-    if fields["draft_vocab_size"] is not None:
-        found["draft_vocab_size"] = fields["draft_vocab_size"]
     for key, own in found.items():
         stated = config.find(key, own)
-        if stated != own:
+        if own is not None and stated != own:
             raise CheckpointError(
                 f"config.json says {key} {stated!r}, but the drafter's tensors are those of "
                 f"{own!r}; download it again, or use a head whose files agree"

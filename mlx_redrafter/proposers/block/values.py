@@ -66,11 +66,6 @@ class PublishedValues(NamedTuple):
         return value
 
     @property
-    def architectures(self) -> str:
-        found = self.values.get("architectures")
-        return " ".join(map(str, found)) if isinstance(found, list) else ""
-
-    @property
     def backbone(self) -> Any:
         """Model type of the decoder layers, which may be a copy of the target's."""
         return self.layer.get("model_type")
@@ -85,7 +80,8 @@ class PublishedValues(NamedTuple):
                 "expected a drafter, found a whole model with DSpark layers of its own "
                 "(dspark_block_size in config.json); use a drafter in a folder of its own"
             )
-        names = self.architectures
+        found = self.values.get("architectures")
+        names = " ".join(map(str, found)) if isinstance(found, list) else ""
         signs = {
             "SpecForge": self.nested.get("projector_type") == "dspark",
             "LFM2.5": "Lfm2DSpark" in names,
@@ -100,7 +96,7 @@ class PublishedValues(NamedTuple):
                 return packaging
         raise CheckpointError(
             "expected the config of a block drafter by z-lab, incoai, DeepSpec, SpecForge, "
-            f"LiquidAI or speculators, found architectures {self.architectures!r}; use such a head"
+            f"LiquidAI or speculators, found architectures {names!r}; use such a head"
         )
 
 
