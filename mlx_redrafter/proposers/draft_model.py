@@ -183,7 +183,8 @@ class ModelDrafting(CachedDrafting):
         return logits
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        return self.model.model(tokens[None], cache=self.cache.layers)[0]
+        logits = self.model.model(tokens[None], cache=self.cache.layers)[0]
+        return logits[:, : self.num_rows]
 
 
 class DraftLevels:
@@ -191,7 +192,6 @@ class DraftLevels:
 
     def __init__(self, drafting: ModelDrafting):
         self.drafting = drafting
-        self.num_rows = drafting.num_rows
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         return rows.astype(mx.int32)
@@ -207,18 +207,18 @@ class _TreeLevels(DraftLevels):
     def first(self) -> mx.array:
         logits = self.drafting.read_flight(self.flight)
         self._lineage = self.drafting.lineage_after(self.flight)
-        return log_probs(logits, self.num_rows)
+        return log_probs(logits)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         level = self._lineage.extend(beams, tokens.shape[0], depth)
-        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
+        return log_probs(self.drafting.read_level(tokens, *level))
 
 
 class _ChainLevels(_TreeLevels):
     """A draft model that drafts a chain; the host waits for the pass."""
 
     def first(self) -> mx.array:
-        return log_probs(self.drafting.read_tokens(self.flight), self.num_rows)
+        return log_probs(self.drafting.read_tokens(self.flight))
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        return log_probs(self.drafting.read_draft(tokens), self.num_rows)
+        return log_probs(self.drafting.read_draft(tokens))

@@ -251,9 +251,7 @@ class ModelBranches(DraftLevels):
         before = mx.array([length - 1], dtype=mx.int32)
         self._lineage = DraftLineage(length, before, drafting.cache.num_rows)
         tokens = mx.maximum(tree.tokens, 0)  # padding has no token
-        return log_probs(
-            drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)), self.num_rows
-        )
+        return log_probs(drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)))
 
     def begin(self, nodes: mx.array, tokens: mx.array) -> None:
         self._nodes, self._tokens = nodes, tokens
@@ -266,4 +264,4 @@ class ModelBranches(DraftLevels):
         # A child of a node of depth d stands at d + 2, as the tree's root is at 1.
         depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
         level = self._lineage.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
-        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
+        return log_probs(self.drafting.read_level(tokens, *level))
