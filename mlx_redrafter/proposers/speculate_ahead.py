@@ -21,7 +21,7 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise, top_k
-from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.device_read import to_rows
 from mlx_redrafter.draft_plan import MAX_OUTCOMES, DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftLevels, DraftModel, ModelDrafting
@@ -79,7 +79,7 @@ class SpeculateAhead(Wrapper):
 class _Speculation(NamedTuple):
     """Dispatched drafts for R outcomes, each array with an axis of R before its own.
 
-    The keys are last accepted nodes, and the tokens after them, int32, shape (2 R,).
+    The keys are last accepted nodes and the tokens after them, int32, shape (R, 2).
     """
 
     keys: mx.array
@@ -89,10 +89,7 @@ class _Speculation(NamedTuple):
         """Return the drafts for the outcome of a pass, if there are any; waits for the device."""
         if not flight.is_finite:
             return None
-        keys = to_ints(self.keys)
-        count = len(keys) // 2
-        outcomes = list(zip(keys[:count], keys[count:], strict=True))
-        outcome = (flight.rows[-1], flight.tokens[-1])
+        outcomes, outcome = to_rows(self.keys), [flight.rows[-1], flight.tokens[-1]]
         return self.drafts.of_root(outcomes.index(outcome)) if outcome in outcomes else None
 
 
@@ -164,9 +161,10 @@ class SpeculateAheadDrafting:
             log_probs = rank(log_probs, tree.depths)
         ids = branches.to_token_ids(mx.arange(log_probs.shape[-1]))
         nodes, rows = likeliest_outcomes(tree, log_probs, ids, self.num_outcomes)
-        keys = mx.concatenate([nodes, ids[rows]])
+        tokens = ids[rows]
+        keys = mx.stack([nodes, tokens], axis=1)
         mx.async_eval(keys)
-        branches.begin(nodes, ids[rows])
+        branches.begin(nodes, tokens)
         drafts = search_all(branches, plan.shape, rank_from(tree.depths[nodes] + 1, rank))
         mx.async_eval(drafts)
         return _Speculation(keys, drafts)
