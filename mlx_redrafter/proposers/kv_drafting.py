@@ -115,10 +115,7 @@ class KvDrafting(CachedDrafting):
 
     @property
     def is_joint(self) -> bool:
-        """Whether this sequence can be drafted for together with others.
-
-        With mlx-lm's attention, the last pass has shown that.
-        """
+        # The last pass has shown that of mlx-lm's attention.
         is_plain = all(layer.is_plain for layer in self.cache.layers)
         return super().is_joint and (self.network.has_own_attention or is_plain)
 
