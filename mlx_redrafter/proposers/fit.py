@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.proposers.draft_network import DraftNetwork
@@ -96,24 +98,21 @@ def fit_depths(
     A part has the predictions of the depths in their order. Parts after `ENOUGH` predictions stay
     unread. Waits for the device.
     """
-    by_depth: list[list[float]] = []
-    matches, count = [0] * len(WEIGHTS), 0
+    by_depth: list[NDArray[np.float64]] = []
+    matches, count = np.zeros(len(WEIGHTS), int), 0
     for part in predictions:
         for depth, prediction in enumerate(part):
             if depth == len(by_depth):
-                by_depth.append([0.0] * len(SCALES))
-            found = zip(by_depth[depth], _nats(drafter, prediction), strict=True)
-            by_depth[depth] = [a + b for a, b in found]
-            equal = _matches(drafter, prediction, mx.random.key(count))
-            matches = [a + b for a, b in zip(matches, equal, strict=True)]
+                by_depth.append(np.zeros(len(SCALES)))
+            by_depth[depth] += _nats(drafter, prediction)
+            matches += _matches(drafter, prediction, mx.random.key(count))
             count += prediction.logits.shape[0]
         if count >= ENOUGH:
             break
     if count == 0:
         return Calibration(), ()
-    total = [sum(nats) for nats in zip(*by_depth, strict=True)]
-    scale, *scales = (SCALES[nats.index(min(nats))] for nats in (total, *by_depth))
-    return Calibration(scale, WEIGHTS[matches.index(max(matches))]), tuple(scales)
+    scale, *scales = (SCALES[np.argmin(nats)] for nats in (sum(by_depth), *by_depth))
+    return Calibration(scale, WEIGHTS[np.argmax(matches)]), tuple(scales)
 
 
 def parts(text: ReadSequence, least: int = 3) -> Iterator[ReadSequence]:

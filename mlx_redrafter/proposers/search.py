@@ -164,10 +164,7 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 def build_trees(
     expansion: Expansion, roots: Sequence[mx.array], plan: DraftPlan
 ) -> list[TokenTree]:
-    """Build the trees of several roots, each of shape (1,), with the operations of `build_tree`.
-
-    The arrays of the expansion have an axis of roots before their own.
-    """
+    """Build the trees of several roots, each of shape (1,), with the operations of `build_tree`."""
     count = len(roots)
     if plan.shape.select == "beam":
         return [build_tree(expansion.of_root(i), root, plan) for i, root in enumerate(roots)]

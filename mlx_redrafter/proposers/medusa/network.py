@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_redrafter.decoding.passes import hidden_states_of
 from mlx_redrafter.decoding.protocols import Group
@@ -144,15 +145,12 @@ def rank_accuracies(
     """
     config = network.config
     num_ranks = min(MAX_RANKS, config.head_rows)
-    counts, totals = [[0.5] * num_ranks for _ in range(config.num_heads)], [0] * config.num_heads
+    counts = np.full((config.num_heads, num_ranks), 0.5)
+    totals = np.full((config.num_heads, 1), 0.5 * num_ranks)
     for text in texts:
         for head, prediction in enumerate(predict(network, text)):
             best = mx.argsort(-prediction.logits.astype(mx.float32), axis=-1)[:, :num_ranks]
             is_right = network.to_token_ids(best) == prediction.chosen[:, None]  # (p, R)
-            found = to_ints(mx.sum(is_right, axis=0))
-            counts[head] = [a + b for a, b in zip(counts[head], found, strict=True)]
+            counts[head] += to_ints(mx.sum(is_right, axis=0))
             totals[head] += is_right.shape[0]
-    return tuple(
-        tuple(count / (total + 0.5 * num_ranks) for count in row)
-        for row, total in zip(counts, totals, strict=True)
-    )
+    return tuple(map(tuple, (counts / totals).tolist()))
