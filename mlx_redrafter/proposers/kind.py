@@ -40,19 +40,17 @@ class TargetFacts(NamedTuple):
         A vocabulary smaller than the target's embedding is accepted if it covers the tokenizer: the
         rows beyond are padding.
         """
-        if self.hidden_size is not None and config.hidden_size != self.hidden_size:
-            raise CheckpointError(
-                f"the drafter's hidden_size {config.hidden_size} does not match the target's "
-                f"{self.hidden_size}; use a drafter trained for this model"
-            )
-        if self.vocab_size is None:
+        least = min(self.tokenizer_size or 0, self.vocab_size or 0)
+        if self.hidden_size not in (None, config.hidden_size):
+            name = "hidden_size"
+        elif self.vocab_size is not None and not least <= config.vocab_size <= self.vocab_size:
+            name = "vocab_size"
+        else:
             return
-        least = min(self.tokenizer_size or 0, self.vocab_size)
-        if not least <= config.vocab_size <= self.vocab_size:
-            raise CheckpointError(
-                f"the drafter's vocab_size {config.vocab_size} does not match the target's "
-                f"{self.vocab_size}; use a drafter trained for this model"
-            )
+        raise CheckpointError(
+            f"the drafter's {name} {getattr(config, name)} does not match the target's "
+            f"{getattr(self, name)}; use a drafter trained for this model"
+        )
 
 
 # Nothing is known, so every drafter fits.
