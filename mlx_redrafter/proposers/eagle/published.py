@@ -153,12 +153,11 @@ def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_variant(
     values: Mapping[str, Any], layer: Mapping[str, Any], names: Container[str]
 ) -> None:
-    found = None
+    found, has_fc = None, "fc.weight" in names
     use_aux = as_mapping(values.get(NESTED)).get("use_aux_hidden_state", True)
-    if "layers.0.hidden_norm.weight" in names and ("fc.weight" in names) is not bool(use_aux):
-        found = f"use_aux_hidden_state {use_aux!r}, " + (
-            "but the tensor fc.weight" if "fc.weight" in names else "but no tensor fc.weight"
-        )
+    if "layers.0.hidden_norm.weight" in names and has_fc is not bool(use_aux):
+        which = "the" if has_fc else "no"
+        found = f"use_aux_hidden_state {use_aux!r}, but {which} tensor fc.weight"
     elif "mask_hidden" in names and values.get("speculators_model_type") != "peagle":
         found = "the tensor mask_hidden of P-EAGLE, but a config that is not speculators' 'peagle'"
     elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
