@@ -170,7 +170,11 @@ def check_shapes(
 ) -> None:
     """Raise `CheckpointError` if `describe_misfits` finds problems."""
     if problems := describe_misfits(network, stored, names):
-        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
+        raise misfit(folder, problems)
+
+
+def misfit(folder: str | Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
 
 
 def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:

@@ -5,11 +5,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_redrafter.errors import first_line
-from mlx_redrafter.proposers.checkpoint import give_weights
+from mlx_redrafter.proposers.checkpoint import give_weights, misfit
 from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.mtp.tensors import find_module, misfit, open_module
+from mlx_redrafter.proposers.mtp.tensors import find_module, open_module
 
 NAME = "MTP module"
 # Word for the module in the target's own files.

@@ -19,7 +19,7 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.errors import CheckpointError, first_line, quote
-from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes, misfit
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     is_sidecar,
@@ -166,10 +166,6 @@ def _rename(tensors: Mapping[str, mx.array], module: Mtp, folder: Path) -> dict[
         old = next(filter(bare.startswith, names), "")
         renamed[names.get(old, "block.") + bare.removeprefix(old)] = tensor
     return renamed
-
-
-def misfit(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
 
 
 def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
