@@ -150,7 +150,7 @@ class _Sizes:
         if len(shape) <= axis or shape[axis] < 1:
             raise CheckpointError(
                 f"expected at least {axis + 1} dimensions of 1 or more in {name}, found "
-                f"{list(shape)}"
+                f"{list(shape)}; download it again, or use another head"
             )
         return shape[axis]
 

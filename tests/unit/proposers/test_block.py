@@ -88,6 +88,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("SpecForge", set_value("dflash_config", "projector_type", to="xpress"), "is not supported"),
     ("DeepSpec", set_value("log_snr_conditioning", to=True), "log_snr_conditioning"),
     ("z-lab", put("layers.0.self_attn.qkv_proj.weight", lambda _: mx.zeros(4)), "a joint proj"),
+    ("z-lab", put("fc.weight", lambda _: mx.zeros(4)), r"fc.weight, found \[4\]; download it"),
     ("z-lab", set_value("hidden_act", to="gelu"), "hidden_act 'gelu', not 'silu'"),
     ("z-lab", set_value("layer_types", to=["linear"] * 2), "one of .* for each of 2 layers"),
     ("z-lab", shift_norm(-1), "norms that are stored as factors"),
