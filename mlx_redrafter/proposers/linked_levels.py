@@ -126,11 +126,10 @@ class LinkedLevels:
             places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
             order = self.rank(log_probs(order), places)
         chosen = top_k(order, count)[1].astype(mx.int32).reshape(roots, depths, -1)
-        total = mx.logsumexp(_scaled(self.unary, self.scales), axis=-1, keepdims=True)
+        total = _normaliser(_scaled(self.unary, self.scales), None)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
-        scaled = _scaled(self.unary, self.scales)
-        share = mx.exp(mx.logsumexp(scaled, axis=-1, keepdims=True) - total)
-        self._rest = total + mx.log1p(-mx.minimum(share, MAX_SHARE))
+        own = _normaliser(_scaled(self.unary, self.scales), None)
+        self._rest = total + _log1m(own - total)
         self._candidates = chosen
 
     def _score(self, previous: mx.array, depth: int) -> mx.array:
