@@ -77,7 +77,6 @@ class Context(NamedTuple):
     tokens: int
     chunk: int = GenerationOptions.prefill_step_size
     kv_bits: int | None = None
-    group_size: int = GenerationOptions.kv_group_size
 
     @property
     def last_chunk(self) -> int:
@@ -203,7 +202,7 @@ def cache_bytes(folder: Path, context: Context) -> int:
     for cache in _fill(model, context.tokens - context.last_chunk, context.last_chunk):
         if context.kv_bits is not None and isinstance(cache, KVCache):
             with suppress(ValueError):  # MLX cannot quantise entries of this size
-                cache = cache.to_quantized(context.group_size, context.kv_bits)
+                cache = cache.to_quantized(GenerationOptions.kv_group_size, context.kv_bits)
         # The state of a K/V cache leaves out the room for further entries.
         for part in getattr(cache, "caches", [cache]):
             held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
