@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.checkpoint_files import named_parameters, read_config, read_shapes, weight_files
@@ -198,16 +198,13 @@ def cache_bytes(folder: Path, context: Context) -> int:
     config = read_config(folder)
     model = make_model(folder.name, config)
     model.set_dtype(_dtype(config))
-    held: list[Any] = []
+    size = 0
     for cache in _fill(model, context.tokens - context.last_chunk, context.last_chunk):
         if context.kv_bits is not None and isinstance(cache, KVCache):
             with suppress(ValueError):  # MLX cannot quantise entries of this size
                 cache = cache.to_quantized(GenerationOptions.kv_group_size, context.kv_bits)
-        # The state of a K/V cache leaves out the room for further entries.
-        for part in getattr(cache, "caches", [cache]):
-            held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
-    leaves: Any = tree_flatten(held)
-    return sum(one.nbytes for _, one in leaves if isinstance(one, mx.array))
+        size += cache.nbytes
+    return size
 
 
 def weight_bytes(folder: Path) -> int:
