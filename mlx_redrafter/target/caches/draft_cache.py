@@ -162,7 +162,7 @@ class DraftLayer:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all entries, for layers that share those of this layer."""
-        committed = self._committed()
+        committed = self.stock.keys_and_values()
         return committed if self.aside is None else joined([committed, self.aside])
 
     def attend(
@@ -175,12 +175,9 @@ class DraftLayer:
         elif self.is_plain:
             assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
-            return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
+            committed = self.stock.keys_and_values()
+            return attend_in_two_parts(arrays[0], committed, self.aside, seen, scale)
         return call(*arrays, cache=self, scale=scale, mask=mask, **options)
-
-    def _committed(self) -> tuple[mx.array, mx.array]:
-        keys, values, end = self.stock.state
-        return keys[..., :end, :], values[..., :end, :]
 
 
 def attend_to_drafts(call: Call, *arrays: mx.array, cache: Any, **options: Any) -> Any:
