@@ -210,8 +210,7 @@ def gather(
     if anchors is None:
         anchors = np.arange(size)[None]
     last = len(steps) - 1
-    padded = np.full(size, last + 1)
-    padded[: len(positions)] = positions
+    padded = np.pad(positions, (0, size - len(positions)), constant_values=last + 1)
     is_there = padded <= last
     padded = np.where(is_there, padded, 0)
     # The padding of a stretch counts as another sequence.
