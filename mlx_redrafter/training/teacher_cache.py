@@ -178,13 +178,8 @@ def find_draftable_steps(shard: Shard, length: int) -> NDArray[np.bool_]:
     size = len(is_trained)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     # The padding past the end is another sequence, so that no step reaches into it.
-    sequence = np.concatenate([sequence, np.full(length, -1)])
-    trained = np.concatenate([is_trained, np.zeros(length, dtype=np.bool_)])
-    reaches = np.ones(size, dtype=np.bool_)
-    steps = []
-    for ahead in range(1, length + 1):
-        reaches = reaches & trained[ahead : ahead + size]
-        reaches = reaches & (sequence[ahead : ahead + size] == sequence[:size])
-        if ahead > 1:
-            steps.append(reaches)
-    return np.stack(steps, axis=1)
+    sequence = np.pad(sequence, (0, length), constant_values=-1)
+    trained = np.pad(is_trained, (0, length))
+    ahead = np.arange(size)[:, None] + np.arange(1, length + 1)
+    counts = trained[ahead] & (sequence[ahead] == sequence[:size, None])
+    return np.logical_and.accumulate(counts, axis=1)[:, 1:]
