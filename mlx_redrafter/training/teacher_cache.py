@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +37,6 @@ FORMAT = 4
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
-SPLITS: tuple[Split, ...] = ("train", "held-out")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class TeacherCache:
 
     def count_tokens(self, layers: Sequence[int]) -> tuple[int, int]:
         """Count the tokens of all shards, and of those without the inputs of some layers."""
-        places = [(split, n) for split in SPLITS for n in range(self.num_shards(split))]
+        places = [(split, n) for split in get_args(Split) for n in range(self.num_shards(split))]
         sizes = {place: len(self.load(*place).tokens) for place in places}
         unread = (size for place, size in sizes.items() if not self.has(*place, layers))
         return sum(sizes.values()), sum(unread)
