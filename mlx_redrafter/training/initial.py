@@ -73,8 +73,9 @@ def compute_head_matrix(target: Target) -> mx.array | None:
     """
     identity, columns = mx.eye(target.hidden_size), []
     try:
+        bias = target.modules.project(mx.zeros((1, target.hidden_size)))  # of few models
         for start in range(0, target.hidden_size, CHUNK_SIZE):
-            columns.append(target.modules.project(identity[start : start + CHUNK_SIZE]))
+            columns.append(target.modules.project(identity[start : start + CHUNK_SIZE]) - bias)
             mx.eval(columns[-1])
     except UnsupportedTargetError:
         return None
