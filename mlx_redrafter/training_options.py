@@ -7,14 +7,14 @@ field's name. Fields without a description are for Python only.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from mlx_redrafter.checks import check_choice, check_int, check_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 
 Recipe = Literal["soft", "coupled", "overlap", "apple"]
-RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "overlap", "apple")
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 Head = Literal[
     "redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer", "dflash", "dflash2", "dspark"
 ]

@@ -18,7 +18,7 @@ from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import repository_of
-from mlx_redrafter.proposers.kind import TargetFacts
+from mlx_redrafter.proposers.kind import TargetFacts, text_values
 
 # Parts of a name that tell how weights are stored. "it", "Instruct", "Lite" and "qat" are not among
 # them: they name other weights.
@@ -79,7 +79,6 @@ class Identity(NamedTuple):
         if own is not None and own != tokens:
             return "its tokens are not the model's"
         target = TargetFacts.of("", self.config)
-        layers = as_mapping(self.config.get("text_config")) or self.config
         sizes = as_mapping(config.get("transformer_layer_config")) or config
         nested = as_mapping(config.get("dflash_config"))
         hidden, vocab = sizes.get("hidden_size"), sizes.get("vocab_size")
@@ -87,7 +86,7 @@ class Identity(NamedTuple):
             return f"its hidden_size {hidden} is not the model's {target.hidden_size}"
         if _exceeds(vocab, target.vocab_size):
             return f"its vocab_size {vocab} is not the model's {target.vocab_size}"
-        count = layers.get("num_hidden_layers")
+        count = text_values(self.config).get("num_hidden_layers")
         for said in (config.get("num_target_layers"), nested.get("num_target_layers")):
             if _differ(said, count):
                 return f"it reads a model of {said} layers, not of {count}"

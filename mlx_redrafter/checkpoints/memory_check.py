@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.checkpoint_files import named_parameters, read_config, read_shapes, weight_files
-from mlx_redrafter.errors import CheckpointError, ResourceError
+from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.machines.splitting import ADAPTER_FILES
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
@@ -29,7 +29,7 @@ from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.proposers.redrafter.network import MAX_BYTES
 from mlx_redrafter.target.architectures import CONTEXT_LENGTH_KEYS
 from mlx_redrafter.target.model_loading import make_model
-from mlx_redrafter.target.model_parts import LAYER_KEYS
+from mlx_redrafter.target.model_parts import LAYER_KEYS, find_parts
 
 VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
 # Share of the memory up to which weights fit without an estimate, which takes a second.
@@ -77,7 +77,6 @@ class Context(NamedTuple):
     tokens: int
     chunk: int = GenerationOptions.prefill_step_size
     kv_bits: int | None = None
-    group_size: int = GenerationOptions.kv_group_size
 
     @property
     def last_chunk(self) -> int:
@@ -183,10 +182,12 @@ def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> Mem
     """
     config = read_config(folder)
     model = make_model(folder.name, config)
-    logits = COPIES_OF_LOGITS * TREE_TOKENS * mx.float32.size * _vocabulary(config)
+    vocab_size = find_parts(model).vocab_size
+    logits = COPIES_OF_LOGITS * TREE_TOKENS * mx.float32.size * vocab_size
+    column = vocab_size * _dtype(config).size
     return MemoryEstimate(
         weight_bytes(folder),
-        0 if drafter is None else weight_bytes(drafter) + logits + _table_bytes(drafter, config),
+        0 if drafter is None else weight_bytes(drafter) + logits + _table_bytes(drafter, column),
         cache_bytes(folder, context),
         max(logits, _rehearse(folder.name, config, model, context)),
     )
@@ -197,16 +198,13 @@ def cache_bytes(folder: Path, context: Context) -> int:
     config = read_config(folder)
     model = make_model(folder.name, config)
     model.set_dtype(_dtype(config))
-    held: list[Any] = []
+    size = 0
     for cache in _fill(model, context.tokens - context.last_chunk, context.last_chunk):
         if context.kv_bits is not None and isinstance(cache, KVCache):
             with suppress(ValueError):  # MLX cannot quantise entries of this size
-                cache = cache.to_quantized(context.group_size, context.kv_bits)
-        # The state of a K/V cache leaves out the room for further entries.
-        for part in getattr(cache, "caches", [cache]):
-            held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
-    leaves: Any = tree_flatten(held)
-    return sum(one.nbytes for _, one in leaves if isinstance(one, mx.array))
+                cache = cache.to_quantized(GenerationOptions.kv_group_size, context.kv_bits)
+        size += cache.nbytes
+    return size
 
 
 def weight_bytes(folder: Path) -> int:
@@ -247,13 +245,13 @@ def _rehearse(name: str, config: Mapping[str, Any], model: nn.Module, context: C
     return max(0, work)
 
 
-def _table_bytes(drafter: Path, config: Mapping[str, Any]) -> int:
+def _table_bytes(drafter: Path, column_bytes: int) -> int:
     """Return the size of the table of input terms that a recurrent drafter makes."""
     values = read_config(drafter)
     hidden = values.get("hidden_size")
     if values.get("model_type") != MODEL_TYPE or not isinstance(hidden, int):
         return 0
-    size = _vocabulary(config) * hidden * _dtype(config).size
+    size = hidden * column_bytes
     return size if size <= MAX_BYTES else 0
 
 
@@ -339,10 +337,3 @@ def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
             if isinstance(dtype, mx.Dtype):
                 return dtype
     return mx.bfloat16
-
-
-def _vocabulary(config: Mapping[str, Any]) -> int:
-    size = {**config, **text_values(config)}.get("vocab_size")
-    if not isinstance(size, int):
-        raise CheckpointError(f"expected vocab_size in config.json, found {size!r}")
-    return size

@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter import proposers
-from mlx_redrafter.checkpoint_files import (
-    find_checkpoint,
-    has_weights,
-    read_config,
-    read_shapes,
-)
+from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError, quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY

@@ -224,8 +224,7 @@ class LedModel:
 
     def __init__(self, model: nn.Module, caches: LedCaches):
         self._model, self._caches = model, caches
-        self.layers = model.layers
-        self.make_cache = getattr(model, "make_cache", None)
+        self.layers, self.make_cache = model.layers, caches.stock
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""

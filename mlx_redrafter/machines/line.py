@@ -146,11 +146,8 @@ class Line:
         return self._received.get()
 
     def read_first(self) -> Frame | None:
-        """Read a frame before `begin`; None if the connection ends or brings no frame in time."""
-        try:
-            return read(self._stream)
-        except (OSError, ValueError):
-            return None
+        """Read a frame before `begin`; raise `OSError` if none comes in time."""
+        return read(self._stream)
 
     def close(self) -> None:
         """Let the other rank end in good order."""

@@ -177,8 +177,8 @@ def _await_ranks(listener: socket.socket, key: str, ranks: Sequence[Rank]) -> li
 
 def _who(line: Line, key: str) -> int:
     """Return the rank that a new connection is from; 0 for anyone without the key."""
-    hello = line.read_first()
-    with suppress(ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError):
+        hello = line.read_first()
         given, rank = hello.values if hello else ()
         if secrets.compare_digest(given, key):
             return int(rank)

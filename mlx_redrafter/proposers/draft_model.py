@@ -32,8 +32,8 @@ from mlx_redrafter.proposers.search import (
     search_all,
 )
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
-from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.caches.draft_cache import DraftMask, attend_to_drafts
+from mlx_redrafter.target.hooks import TreePositions, install_in_attention, tree_positions
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target
 
@@ -69,7 +69,7 @@ class DraftModel:
         self.tokenizer = tokenizer
         self.networks = (self.target.model,)
         self.num_layers, self.num_rows = self.target.num_layers, self.target.vocab_size
-        hook_attention(model)
+        install_in_attention(model, attend_to_drafts)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         check_ids(self.tokenizer, tokenizer)

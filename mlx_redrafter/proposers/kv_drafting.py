@@ -26,10 +26,10 @@ from mlx_redrafter.target.caches.draft_cache import (
     DraftCache,
     DraftLayer,
     DraftMask,
-    hook_attention,
+    attend_to_drafts,
 )
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
-from mlx_redrafter.target.hooks import Call, TreePositions, tree_positions
+from mlx_redrafter.target.hooks import Call, TreePositions, install_in_attention, tree_positions
 from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 
@@ -75,7 +75,7 @@ class KvNetwork(DraftNetwork):
 
     def hook(self) -> None:
         """Let the layers work on trees: their attention, and their rotary embeddings."""
-        hook_attention(self)
+        install_in_attention(self, attend_to_drafts)
         hook_positions(self)
 
     def make_cache(self) -> list[KVCache]:

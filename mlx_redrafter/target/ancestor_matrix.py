@@ -23,6 +23,7 @@ NaN or infinity in a draft must spoil the draft's descendants and no other node.
 not 0, so matrix products get finite numbers only, and NaN in the gates marks the spoiled nodes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -46,19 +47,15 @@ class BranchStates(NamedTuple):
 
     def array_after(self, paths: Paths) -> mx.array:
         """Compute the states after paths, shape (B, H, V, K)."""
-        return _array_after(*self, paths.nodes, paths.is_node)
+        return _array_after(tuple(self), paths.nodes, paths.is_node)
 
 
 @mx.compile
 def _array_after(
-    state: mx.array,
-    keys: mx.array,
-    updates: mx.array,
-    log_decays: mx.array,
-    nodes: mx.array,
-    is_node: mx.array | None,
+    branches: Sequence[mx.array], nodes: mx.array, is_node: mx.array | None
 ) -> mx.array:
     """Compute `BranchStates.array_after`; nodes and their mask are those of `Paths`."""
+    state, keys, updates, log_decays = branches
     nodes = nodes[:, None, :, None]
     logs = mx.take_along_axis(log_decays, nodes.swapaxes(2, 3), axis=3)
     last = logs[..., -1:]

@@ -182,12 +182,10 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
 }
 
 # Supported kinds of rope scaling, by model type.
-SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
-    sorted(
-        [(name, architecture.ropes) for name, architecture in ARCHITECTURES.items()]
-        + [(name, ARCHITECTURES[texts[0]].ropes) for name, texts in WRAPPERS.items()]
-    )
-)
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    name: ARCHITECTURES[WRAPPERS.get(name, (name,))[0]].ropes
+    for name in sorted(ARCHITECTURES.keys() | WRAPPERS.keys())
+}
 
 # Reasons why other model types of mlx-lm are not supported.
 REFUSED: Mapping[str, str] = {

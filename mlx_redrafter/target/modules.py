@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ConcatenateKVCache
 
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
@@ -70,10 +71,11 @@ class TargetModules:
         The inputs are those at consecutive tokens from position ``offset`` on, shape (n, H).
         Returns keys and values, shape (1, key heads, n, head size).
         """
-        recorder = _Recorder(offset)
+        recorder = ConcatenateKVCache()
+        recorder.offset = offset
         self.layers[layer](inputs.astype(self.dtype)[None], None, recorder)
-        assert recorder.entries is not None
-        return recorder.entries
+        keys, values = recorder.keys_and_values()
+        return keys, values
 
     def project(self, hidden_states: mx.array) -> mx.array:
         """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
@@ -195,18 +197,6 @@ class TargetModules:
             "expected a model whose LM head gets the output of a norm, found another; use another "
             "kind of drafter for it"
         )
-
-
-class _Recorder:
-    """A cache that records the entries of one pass."""
-
-    def __init__(self, offset: int):
-        self.offset = offset
-        self.entries: tuple[mx.array, mx.array] | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.entries = keys, values
-        return self.entries
 
 
 def _is_norm(module: Any, hidden_size: int) -> bool:

@@ -1,7 +1,5 @@
 """The target: a stock mlx-lm model that can also run one forward pass over a token tree.
 
-Only this folder knows the insides of mlx-lm models.
-
 Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured states.
 """
 

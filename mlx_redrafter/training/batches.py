@@ -91,24 +91,23 @@ class BatchOrder:
         rng = np.random.default_rng([options.seed, turn, number])
         order = rng.permutation(examples)
         chosen = order[first : first + options.batch_examples][part :: options.num_parts]
-        positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
-        anchors = self._draw_anchors(steps, chosen, np.random.default_rng([options.seed, step, 1]))
+        positions = chosen[:, None] + np.arange(options.stretch)
+        anchors = self._draw_anchors(step, steps, positions)
         size, length = options.batch_size, options.beam_length
-        return gather(shard, steps, positions, size, length, self.rows, anchors)
+        return gather(shard, steps, positions.flatten(), size, length, self.rows, anchors)
 
     def _draw_anchors(
-        self, steps: NDArray[np.bool_], chosen: NDArray[np.int64], rng: np.random.Generator
+        self, step: int, steps: NDArray[np.bool_], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Draw positions of each example that draft, ascending, int64, shape (examples, anchors).
 
         Those with steps that count come first.
         """
-        options = self.options
+        options, last = self.options, len(steps) - 1
+        rng = np.random.default_rng([options.seed, step, 1])
         order = rng.random((options.batch_size // options.stretch, options.stretch))
-        positions = chosen[:, None] + np.arange(options.stretch)
-        last = len(steps) - 1
         counts = steps[np.minimum(positions, last)].any(axis=-1) & (positions <= last)
-        order[: len(chosen)] += ~counts
+        order[: len(positions)] += ~counts
         return np.sort(np.argsort(order, axis=1)[:, : options.anchors], axis=1)
 
     def _place(self, step: int) -> tuple[int, int, int]:
@@ -211,8 +210,7 @@ def gather(
     if anchors is None:
         anchors = np.arange(size)[None]
     last = len(steps) - 1
-    padded = np.full(size, last + 1)
-    padded[: len(positions)] = positions
+    padded = np.pad(positions, (0, size - len(positions)), constant_values=last + 1)
     is_there = padded <= last
     padded = np.where(is_there, padded, 0)
     # The padding of a stretch counts as another sequence.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.data import (
     CHARS_PER_TOKEN,
     Chat,
@@ -202,11 +202,6 @@ def count_generated(num_given: int, share: float, options: DataOptions) -> int |
 
 
 def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> int:
-    if not prompts:
-        raise ConfigError(
-            "expected texts or prompts for the target to continue, found none; give --prompts or "
-            "more --data"
-        )
     if wanted is None:
         return DEFAULT_PASSES
     return FIXED_PASSES if any(prompt.is_fixed for prompt in prompts) else MAX_PASSES

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.checks import TEXT_ENCODING, parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
+from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError, DataError, explain
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -245,8 +246,7 @@ class Encoder:
             if any(text[: len(tokens)] != tokens for text in (prompt, full)):
                 yield from self._cut(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
-            pairs = enumerate(zip(prompt, full, strict=False))
-            start = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(full)))
+            start = num_same(prompt, full)
             # After the reply's stop token; a template may add a line break there.
             ends = (i + 1 for i, token in enumerate(full) if i >= start and token in stops)
             end = next(ends, len(full))

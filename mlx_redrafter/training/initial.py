@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training_options import HEADS, NetworkOptions
@@ -72,25 +71,13 @@ def compute_head_matrix(target: Target) -> mx.array | None:
 
     None if the model has no linear head.
     """
-    head = _find_head(target.model)
-    apply = getattr(target.modules.embedding, "as_linear", None) if head is None else head
-    if apply is None:
+    identity, columns = mx.eye(target.hidden_size), []
+    try:
+        bias = target.modules.project(mx.zeros((1, target.hidden_size)))  # of few models
+        for start in range(0, target.hidden_size, CHUNK_SIZE):
+            columns.append(target.modules.project(identity[start : start + CHUNK_SIZE]) - bias)
+            mx.eval(columns[-1])
+    except UnsupportedTargetError:
         return None
-    dtype = target.modules.dtype
-    identity = mx.eye(target.hidden_size).astype(dtype)
-    columns = []
-    for start in range(0, target.hidden_size, CHUNK_SIZE):
-        chunk = apply(identity[start : start + CHUNK_SIZE])
-        mx.eval(chunk)
-        columns.append(chunk)
     matrix = mx.concatenate(columns).T.astype(mx.float32)
     return matrix if matrix.shape == (target.vocab_size, target.hidden_size) else None
-
-
-def _find_head(model: Any) -> Any:
-    heads = [
-        module
-        for name, module in model.named_modules()
-        if name.split(".")[-1] == "lm_head" and isinstance(module, (nn.Linear, nn.QuantizedLinear))
-    ]
-    return heads[0] if len(heads) == 1 else None

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from statistics import mean
+from timeit import timeit
 
 import mlx.core as mx
 import numpy as np
@@ -111,8 +111,8 @@ def _generate(
     texts = generator.generate_round(jobs, options, 0, on_tokens, kept)
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)
-    starts = range(0, BATCH_SEQUENCES * size + 1, size)
-    sequences = [TokenSequence(tokens[a:b], np.arange(size) > 0) for a, b in pairwise(starts)]
+    rows = tokens[: BATCH_SEQUENCES * size].reshape(BATCH_SEQUENCES, size)
+    sequences = [TokenSequence(row, np.arange(size) > 0) for row in rows]
     (begun, _), *timed = times[UNTIMED - 1 :]
     return sequences, (timed[-1][0] - begun) / sum(count for _, count in timed)
 
@@ -153,7 +153,4 @@ def _time_evaluation(
 def _time(work: Callable[[], object], count: int = 1) -> float:
     """Return the mean seconds of calls, after an untimed one in which MLX may compile."""
     work()
-    start = time.perf_counter()
-    for _ in range(count):
-        work()
-    return (time.perf_counter() - start) / count
+    return timeit(work, number=count) / count

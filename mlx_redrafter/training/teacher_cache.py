@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +37,6 @@ FORMAT = 4
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
-SPLITS: tuple[Split, ...] = ("train", "held-out")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class TeacherCache:
 
     def count_tokens(self, layers: Sequence[int]) -> tuple[int, int]:
         """Count the tokens of all shards, and of those without the inputs of some layers."""
-        places = [(split, n) for split in SPLITS for n in range(self.num_shards(split))]
+        places = [(split, n) for split in get_args(Split) for n in range(self.num_shards(split))]
         sizes = {place: len(self.load(*place).tokens) for place in places}
         unread = (size for place, size in sizes.items() if not self.has(*place, layers))
         return sum(sizes.values()), sum(unread)
@@ -178,13 +177,8 @@ def find_draftable_steps(shard: Shard, length: int) -> NDArray[np.bool_]:
     size = len(is_trained)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     # The padding past the end is another sequence, so that no step reaches into it.
-    sequence = np.concatenate([sequence, np.full(length, -1)])
-    trained = np.concatenate([is_trained, np.zeros(length, dtype=np.bool_)])
-    reaches = np.ones(size, dtype=np.bool_)
-    steps = []
-    for ahead in range(1, length + 1):
-        reaches = reaches & trained[ahead : ahead + size]
-        reaches = reaches & (sequence[ahead : ahead + size] == sequence[:size])
-        if ahead > 1:
-            steps.append(reaches)
-    return np.stack(steps, axis=1)
+    sequence = np.pad(sequence, (0, length), constant_values=-1)
+    trained = np.pad(is_trained, (0, length))
+    ahead = np.arange(size)[:, None] + np.arange(1, length + 1)
+    counts = trained[ahead] & (sequence[ahead] == sequence[:size, None])
+    return np.logical_and.accumulate(counts, axis=1)[:, 1:]

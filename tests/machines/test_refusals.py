@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.bench.lab.ranks import free_ports
 from mlx_redrafter.checkpoints.loading import load
@@ -156,6 +157,14 @@ def test_options_for_one_machine_are_refused(monkeypatch):
     mx.eval(model(mx.array([[1, 2]]), cache=filled))
     with pytest.raises(ConfigError, match="which the other machines lack"):
         target.caches.new(filled)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # the second has no make_cache
+def test_the_loops_of_mlx_lm_make_caches_on_several_machines(model_type):
+    model = build(tiny_config(model_type))
+    target = LeadingTarget(model, Leader(replace(_machines()[0], lines=[])))
+    made, expected = make_prompt_cache(target.stock_model), make_prompt_cache(model)
+    assert list(map(type, made)) == list(map(type, expected))
 
 
 def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path):

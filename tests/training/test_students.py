@@ -41,6 +41,7 @@ from tests.helpers.models import (
     tiny_qwen3,
     wrapped_tokenizer,
 )
+from tests.models.tiny_models import build, tiny_config
 from tests.training.conftest import check_drafts
 from tests.training.pieces import Silent, drafted_texts, random_shard
 
@@ -230,6 +231,14 @@ def test_the_head_matrix_gives_the_targets_logits(bits, is_tied):
     np.testing.assert_allclose(
         np.array(outputs[-1][0] @ head.T), np.array(logits[0]), rtol=1e-3, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "internlm2", "phi", "phixtral"])
+def test_heads_of_other_names_and_with_biases_are_found(model_type):
+    target = Target(build(tiny_config(model_type)))
+    head, states = compute_head_matrix(target), mx.random.normal((4, target.hidden_size))
+    logits, bias = map(target.modules.logits, (states, mx.zeros_like(states)))
+    np.testing.assert_allclose(np.array(states @ head.T), np.array(logits - bias), atol=1e-3)
 
 
 def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, seed: int) -> Drafter:

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from mlx_redrafter.target.caches.full import joined
-from mlx_redrafter.target.hooks import Call, TreePositions, install_in_attention
+from mlx_redrafter.target.hooks import Call, TreePositions
 from mlx_redrafter.trees.tree import TokenTree
 
 # Score of an entry that a beam must not attend to.
@@ -163,7 +162,7 @@ class DraftLayer:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all entries, for layers that share those of this layer."""
-        committed = self._committed()
+        committed = self.stock.keys_and_values()
         return committed if self.aside is None else joined([committed, self.aside])
 
     def attend(
@@ -176,24 +175,16 @@ class DraftLayer:
         elif self.is_plain:
             assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
-            return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
+            committed = self.stock.keys_and_values()
+            return attend_in_two_parts(arrays[0], committed, self.aside, seen, scale)
         return call(*arrays, cache=self, scale=scale, mask=mask, **options)
-
-    def _committed(self) -> tuple[mx.array, mx.array]:
-        keys, values, end = self.stock.state
-        return keys[..., :end, :], values[..., :end, :]
 
 
 def attend_to_drafts(call: Call, *arrays: mx.array, cache: Any, **options: Any) -> Any:
-    """Hook for mlx-lm's ``scaled_dot_product_attention``."""
+    """Hook for mlx-lm's attention, which lets it work on `DraftLayer`."""
     if isinstance(cache, DraftLayer):
         return cache.attend(call, *arrays, **options)
     return call(*arrays, cache=cache, **options)
-
-
-def hook_attention(network: nn.Module) -> None:
-    """Let mlx-lm's attention in the layers of a network work on `DraftLayer`."""
-    install_in_attention(network, attend_to_drafts)
 
 
 def attend_in_two_parts(

@@ -119,10 +119,6 @@ class RecurrentCache:
     def lengths(self) -> mx.array | None:
         return self.stock.lengths
 
-    @property
-    def left_padding(self) -> mx.array | None:
-        return self.stock.left_padding
-
     def advance(self, num_tokens: int) -> None:
         self.stock.advance(num_tokens)
 

@@ -29,8 +29,10 @@ class SlidingCache(FullCache):
         # Before any layer runs, because mlx-lm's models ask one layer for the mask of all.
         if step.trees is not None:
             self._put_in_order()
-        if self._is_ordered:
-            self._make_room(step.length + (1 if step.trees is None else step.trees.size))
+        end = step.length + (1 if step.trees is None else step.trees.size)
+        if self._is_ordered and not self.has_room(end):
+            self.write_aside()
+            self._rows.maybe_trim_front()
         super().expect(step)
 
     def trim_to(self, length: int) -> None:
@@ -93,22 +95,15 @@ class SlidingCache(FullCache):
             return self.start
         return max(0, self.step.length + 1 - self.stock.max_size)
 
-    def _make_room(self, end: int) -> None:
-        """Drop the entries that no window reaches if the buffer ends before position ``end``.
-
-        ``chunk_size`` entries stay, so MLX copies the buffer only now and then.
-        """
-        if not self._reaches(end):
-            self.write_aside()
-            self._rows.maybe_trim_front()
-
     def has_room(self, end: int) -> bool:
-        """Return whether entries up to position ``end`` leave all entries in the buffer."""
-        return self._is_ordered and self._reaches(end)
+        """Return whether the buffer holds, or grows for, all entries up to position ``end``.
 
-    def _reaches(self, end: int) -> bool:
-        """Return whether the buffer holds, or grows for, all entries up to position ``end``."""
+        Else `expect` drops those that no window reaches. ``chunk_size`` entries stay, so MLX copies
+        the buffer only now and then.
+        """
         rows = self._rows
+        if not self._is_ordered:
+            return False
         num_rows = 0 if rows.keys is None else rows.keys.shape[2]
         return end - rows.start_position <= max(num_rows, rows.chunk_size)
 

@@ -155,11 +155,7 @@ class BlockStudent(KvStudent):
         logits = mx.stack(list(levels), axis=1)
         confidences = None
         if network.config.has_confidence:
-            found = [
-                network.confidences(outputs[:, depth], batch.tokens[:, depth])
-                for depth in range(outputs.shape[1])
-            ]
-            confidences = mx.concatenate(found, axis=1)
+            confidences = network.confidences(outputs, batch.tokens[:, :-1]).squeeze(-1)
         return draft_loss(logits, batch, counts, recipe, confidences)
 
     def calibrate(self, texts: Iterable[Shard]) -> None:

@@ -307,6 +307,14 @@ def test_the_estimate_is_the_measured_peak(tmp_path, model_type, bits, lengths):
         assert 0.95 <= estimated.total / measured <= 1.1, (tokens, estimated, measured)
 
 
+def test_a_config_may_leave_out_the_size_of_the_vocabulary(tmp_path):
+    _write(tmp_path, "starcoder2", None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vocab_size"]  # mlx-lm has a default
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert estimate_memory(tmp_path, None, Context(200, CHUNK)).total > 0
+
+
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_the_estimate_is_the_peak_of_the_engine(has_drafter):
     target, drafter = find_bundled("target"), find_bundled("drafter") if has_drafter else None
