@@ -65,12 +65,14 @@ def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
 
     Raise ValueError if a package of the lock has no source archive.
     """
-    needed = sorted(_closure(lock))
+    # Of several versions the last one counts, which is for the newest Python.
+    packages = {package["name"]: package for package in lock["package"]}
+    needed = sorted(_closure(packages))
     builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]
     others = {*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", "macos", PYTHON}
     # A requirement is sorted among the formulas.
     uses = [f"  depends_on {_term(name)}" for name in sorted(others)]
-    resources = [_resource(lock, name) for name in needed if name not in FORMULAS]
+    resources = [_resource(packages[name]) for name in needed if name not in FORMULAS]
     return TEMPLATE.format(
         name=NAME,
         url=_address(archive, content),
@@ -91,18 +93,9 @@ def _address(archive: str, content: bytes) -> str:
     return f"https://files.pythonhosted.org/packages/{folder}/{archive}"
 
 
-def _packages(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the packages of the lock by name; of several versions, the one for the newest Python.
-
-    The lock lists versions in ascending order.
-    """
-    return {package["name"]: package for package in lock["package"]}
-
-
-def _closure(lock: Mapping[str, Any]) -> set[str]:
+def _closure(packages: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return all packages that the program needs on a Mac, without those that formulas bring."""
-    packages, found = _packages(lock), set()
-    own = packages[NAME]
+    own, found = packages[NAME], set()
     left = [*_needed(own["dependencies"]), *_needed(own["optional-dependencies"][EXTRA])]
     while left:
         name = left.pop()
@@ -117,16 +110,14 @@ def _needed(dependencies: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name, marker in markers if marker is None or Marker(marker).evaluate(MAC)]
 
 
-def _resource(lock: Mapping[str, Any], name: str) -> str:
-    archive = _packages(lock)[name].get("sdist")
+def _resource(package: Mapping[str, Any]) -> str:
+    name, archive = package["name"], package.get("sdist")
     if archive is None:
         raise ValueError(
             f"expected a source archive of {name} in uv.lock, found none; name its formula in "
             "FORMULAS"
         )
-    kind, _, digest = archive["hash"].partition(":")
-    if kind != "sha256":
-        raise ValueError(f"expected a SHA-256 of {name} in uv.lock, found {kind}")
+    digest = archive["hash"].removeprefix("sha256:")
     return f'  resource "{name}" do\n    url "{archive["url"]}"\n    sha256 "{digest}"\n  end'
 
 
