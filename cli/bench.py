@@ -237,9 +237,8 @@ def sweep(
     )  # fmt: skip
     with keeping(partial(_what_is_kept, recording)), progress("Turns") as on_progress:
         points = measure(
-            settings, grid, encoded, rounds.repeats, recording, rounds.cool_down,
-            on_progress=on_progress,
-        )  # fmt: skip
+            settings, grid, encoded, rounds.repeats, recording, rounds.cool_down, on_progress
+        )
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
         show_speeds(rows, f"temperature {temp:g}")

@@ -37,11 +37,6 @@ LOOKUP = "lookup"
 # Word for plain decoding.
 NO_DRAFTER = "none"
 
-Model = Annotated[
-    str | None,
-    "Model that writes the text (the target): a folder, a hub repository, or the last "
-    "part of the name of one on this machine. By default the bundled demonstration model.",
-]
 NamedModel = Annotated[
     str | None,
     "Target: a folder, a hub repository, or the last part of the name of one on this machine.",
@@ -85,7 +80,11 @@ class Pair:
     """
 
     panel: ClassVar = MODEL
-    model: Model = None
+    model: Annotated[
+        str | None,
+        "Model that writes the text (the target): a folder, a hub repository, or the last "
+        "part of the name of one on this machine. By default the bundled demonstration model.",
+    ] = None
     drafter: AnyDrafter = None
     yes: Yes = False
 
