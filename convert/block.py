@@ -62,13 +62,7 @@ def try_readings(
     for reading, config in _readings(network.config, target):
         readings[reading] = copy.copy(network)
         readings[reading].become(config)
-    return choose_reading(
-        readings,
-        target,
-        tokenizer,
-        lambda network, target, text: predict(network, target, text)[0],
-        lambda network: network.config.captured_layers,
-    )
+    return choose_reading(readings, target, tokenizer, lambda *given: predict(*given)[0])
 
 
 def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockConfig]]:

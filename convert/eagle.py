@@ -56,9 +56,7 @@ class ForeignEagle(ForeignDrafter):
         assert self.options.target is not None
         values = read_config(find_checkpoint(self.options.target, CONFIG_ONLY))
         readings = dict(_readings(network, target, rope_of(values.get("text_config", values))))
-        return choose_reading(
-            readings, target, tokenizer, predict_next, lambda one: one.captured_layers(target)
-        )
+        return choose_reading(readings, target, tokenizer, predict_next)
 
 
 def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tuple[str, Eagle]]:
