@@ -125,9 +125,7 @@ def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) ->
             found, repository = search.published() or (None, None)
         except CheckpointError as error:
             failures.append(str(error))
-    found = found or search.draft_model()
-    if found is None and chip is not None:
-        found = find_copy(search, chip)
+    found = found or search.draft_model() or find_copy(search, chip)
     path = None if found is None or repository is not None else found.option
     notes = [*search.reasons, *failures]
     return replace(subject, drafter=path, found=found, repository=repository, notes=notes)

@@ -5,11 +5,10 @@ The forecast is measured if the model is on this machine, and else predicted for
 Axes: T tokens per forward pass, L beam length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import mlx.nn as nn
 import numpy as np
@@ -72,7 +71,7 @@ class SimulatedDrafter:
     num_bytes: int
 
     @classmethod
-    def of(cls, folder: Path) -> SimulatedDrafter | None:
+    def of(cls, folder: Path) -> Self | None:
         """Read the config of a folder; None if it does not say, or says what cannot be."""
         stated = as_mapping(read_config(folder).get(SIMULATED))
         length, rate = stated.get("length"), stated.get("tokens_per_step")

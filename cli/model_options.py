@@ -269,5 +269,4 @@ def _copy(search: DrafterSearch) -> FoundDrafter | None:
     from mlx_redrafter.bench.machine import this_chip
     from mlx_redrafter.bench.smaller_copy import find_copy
 
-    chip = this_chip()
-    return None if chip is None else find_copy(search, chip)
+    return find_copy(search, this_chip())

@@ -6,8 +6,6 @@ The formula includes the server, since its users cannot add an extra. Packages t
 formulas for Python are dependencies. All others are resources, built from the archives of the lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import tomllib
