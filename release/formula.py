@@ -18,7 +18,6 @@ from packaging.markers import Marker
 from release.notes import ROOT
 
 NAME = "mlx-redrafter"
-# Extra whose packages the formula includes.
 EXTRA = "server"
 # Python of the formula. MLX's formula must be built for the same one.
 PYTHON = "python@3.14"
@@ -120,7 +119,6 @@ def _resource(package: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the formula of a source archive."""
     if len(arguments) != 1:
         sys.exit("error: expected one argument, the source archive")
     path = Path(arguments[0])
