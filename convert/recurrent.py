@@ -100,7 +100,7 @@ class ForeignRecurrent(ForeignDrafter):
 
     def _infer_config(self) -> DrafterConfig:
         """Infer the config from ``config.json``, and from the shapes if a value is missing."""
-        shapes = {own: self.source.shapes[name] for own, name in self.names.items()}
+        shapes = {own: self.source.tensors[name].shape for own, name in self.names.items()}
         inferred = _infer_values(shapes)
         stated = _read_stated(self.source.config)
         lacking = [key for key in _SHAPE_KEYS if key not in inferred and key not in stated]
