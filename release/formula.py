@@ -66,9 +66,10 @@ def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
     packages = {package["name"]: package for package in lock["package"]}
     needed = sorted(_closure(packages))
     builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]
-    others = {*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", "macos", PYTHON}
+    formulas = [*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", PYTHON]
+    others = [":macos", *(f'"{name}"' for name in formulas)]
     # A requirement is sorted among the formulas.
-    uses = [f"  depends_on {_term(name)}" for name in sorted(others)]
+    uses = [f"  depends_on {one}" for one in sorted(others, key=lambda one: one[1:])]
     resources = [_resource(packages[name]) for name in needed if name not in FORMULAS]
     return TEMPLATE.format(
         name=NAME,
@@ -77,10 +78,6 @@ def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
         depends="\n".join([*builds, "  depends_on arch: :arm64", *uses]),
         resources="\n\n".join(resources),
     )
-
-
-def _term(name: str) -> str:
-    return f":{name}" if name == "macos" else f'"{name}"'
 
 
 def _address(archive: str, content: bytes) -> str:
