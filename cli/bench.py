@@ -288,8 +288,8 @@ def throughput(
 
 
 def _what_is_kept(recording: Recording) -> str:
-    if recording.path is None or not recording.path.exists():
-        return "stopped; nothing is kept without --out" if recording.path is None else "stopped"
+    if recording.path is None:
+        return "stopped; nothing is kept without --out"
     return f"stopped; {recording.path} has the runs so far, add --resume to go on"
 
 
