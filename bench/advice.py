@@ -4,17 +4,16 @@
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.chips import Chip
-from mlx_redrafter.bench.forecast import Forecast, SimulatedDrafter
+from mlx_redrafter.bench.forecast import THIS_MACHINE, Forecast, SimulatedDrafter
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
-from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import expand_name, find_bundled
 from mlx_redrafter.checkpoints.drafter_search import (
@@ -41,10 +40,6 @@ WORTH_TRAINING = 1.1
 WORTH_USING = 1.03
 # Share of a mixture's parameters that a token reads, below which drafts cost much.
 FEW_ACTIVE = 0.25
-
-Sections = Mapping[str, Sequence[str]]
-# Name of the machine that a forecast was measured on.
-THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True)
@@ -130,9 +125,7 @@ def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) ->
             found, repository = search.published() or (None, None)
         except CheckpointError as error:
             failures.append(str(error))
-    found = found or search.draft_model()
-    if found is None and chip is not None:
-        found = find_copy(search, chip)
+    found = found or search.draft_model() or find_copy(search, chip)
     path = None if found is None or repository is not None else found.option
     notes = [*search.reasons, *failures]
     return replace(subject, drafter=path, found=found, repository=repository, notes=notes)
@@ -183,17 +176,11 @@ def recommend(subject: Subject, forecast: Forecast, trial: float | None) -> Reco
     return Recommendation(command, speedup, source, reasons, _limits(subject.shape, forecast))
 
 
-def summarise(
-    subject: Subject,
-    machine: str,
-    forecast: Forecast,
-    recommended: Recommendation,
-    cost: TrainingCost,
-) -> dict[str, Any]:
+def summarise(subject: Subject, forecast: Forecast, recommended: Recommendation) -> dict[str, Any]:
     """Return the advice as JSON values."""
     return {
         "supported": True,
-        "machine": machine,
+        "machine": forecast.machine,
         "drafter": describe_drafter(subject),
         "command": recommended.command,
         "gain": {"speedup": recommended.speedup, "source": recommended.source},
@@ -201,7 +188,7 @@ def summarise(
         "training": {
             "seconds": None if forecast.training is None else forecast.training.total,
             "speedup": forecast.speedup,
-            "command": training_command(subject, cost.tokens),
+            "command": training_command(subject, forecast.cost.tokens),
         },
     }
 
@@ -273,27 +260,23 @@ def _limits(shape: ModelShape, forecast: Forecast) -> list[str]:
 
 
 def advise(
-    subject: Subject,
-    machine: str,
-    forecast: Forecast,
-    recommended: Recommendation,
-    cost: TrainingCost,
-    chip: Chip | None = None,
-) -> Sections:
+    subject: Subject, forecast: Forecast, recommended: Recommendation, chip: Chip | None = None
+) -> dict[str, Sequence[str]]:
     """Write the advice, sentences by headline; ``chip`` is None if no figures are known for it."""
     sections: dict[str, Sequence[str]] = {
         "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
         "When drafting will not pay": recommended.limits,
     }
     if not subject.has_drafter:
-        sections["No drafter was found: training one"] = _training(subject, machine, forecast, cost)
+        sections["No drafter was found: training one"] = _training(subject, forecast)
         if subject.can_draft:
             advice = advise_copy(subject.name, subject.shape, chip)
             sections["A smaller copy of the model as its drafter"] = advice
     sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
     outlook = [_outlook(forecast)] if subject.usable_drafter is None else []
     plain = f"{1 / forecast.plain:.0f} tokens/s, {1e3 * forecast.plain:.1f} ms per step"
-    sections[f"Forecast for {machine}"] = [f"Plain decoding: {plain}.", *forecast.notes, *outlook]
+    notes = [f"Plain decoding: {plain}.", *forecast.notes, *outlook]
+    sections[f"Forecast for {forecast.machine}"] = notes
     return sections
 
 
@@ -307,7 +290,8 @@ def _outlook(forecast: Forecast) -> str:
     )
 
 
-def _training(subject: Subject, machine: str, forecast: Forecast, cost: TrainingCost) -> list[str]:
+def _training(subject: Subject, forecast: Forecast) -> list[str]:
+    machine, cost = forecast.machine, forecast.cost
     work, needed, tokens = cost.work, cost.needed, cost.tokens
     memory = f"{format_bytes(needed.memory)} of memory"
     if machine == THIS_MACHINE and (total := read_total_memory()) is not None:

@@ -5,11 +5,10 @@ The forecast is measured if the model is on this machine, and else predicted for
 Axes: T tokens per forward pass, L beam length.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import mlx.nn as nn
 import numpy as np
@@ -24,6 +23,7 @@ from mlx_redrafter.bench.cost_model import (
     predict,
 )
 from mlx_redrafter.bench.model_shape import ModelShape
+from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checks import as_mapping
@@ -37,6 +37,8 @@ from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.students.student_kinds import new_student
 
+# Name of the machine that a forecast was measured on.
+THIS_MACHINE = "this machine"
 # Sizes of a forward pass, in tokens, whose costs the notes list.
 LISTED = (4, 8)
 # Tokens of each text that a drafter is measured on.
@@ -49,6 +51,8 @@ TIMING_PROMPT = list(range(1, 9))
 class Forecast:
     """Expected speed of a model on a machine; speeds are relative to plain decoding."""
 
+    machine: str  # name of the chip, or `THIS_MACHINE`
+    cost: TrainingCost  # of a drafter for the model
     plain: float  # seconds of a plain step
     shape: str  # name of the fastest draft shape with a recurrent drafter
     speedup: float  # with that shape and Apple's tokens per step
@@ -67,7 +71,7 @@ class SimulatedDrafter:
     num_bytes: int
 
     @classmethod
-    def of(cls, folder: Path) -> SimulatedDrafter | None:
+    def of(cls, folder: Path) -> Self | None:
         """Read the config of a folder; None if it does not say, or says what cannot be."""
         stated = as_mapping(read_config(folder).get(SIMULATED))
         length, rate = stated.get("length"), stated.get("tokens_per_step")
@@ -94,6 +98,8 @@ def predict_forecast(
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
     best = predict(question, APPLE_ACCEPTANCE)[0]
     return Forecast(
+        chip.name,
+        cost,
         question.plain_step / 1e3,
         best.acceptance.name,
         best.speedup,
@@ -105,10 +111,7 @@ def predict_forecast(
 
 
 def measure_forecast(
-    model: nn.Module,
-    shape: ModelShape,
-    cost: TrainingCost,
-    on_stage: Callable[[int, int], None] | None = None,
+    model: nn.Module, shape: ModelShape, cost: TrainingCost, on_stage: OnProgress | None = None
 ) -> Forecast:
     """Measure on this machine, and with ``on_stage`` also rehearse training; blocks meanwhile."""
     target = Target(model)
@@ -133,7 +136,7 @@ def measure_forecast(
         f"Measured here, in plain steps: {listed}. One level of drafting is assumed to cost "
         f"{level:.2f}, its share of the weights."
     )
-    return Forecast(costs.plain, best, speedups[best], training, [note])
+    return Forecast(THIS_MACHINE, cost, costs.plain, best, speedups[best], training, [note])
 
 
 def try_drafter(

@@ -16,11 +16,8 @@ from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import RedrafterError, how_to_install
 
-NO_MATPLOTLIB = f"no plots without matplotlib; {how_to_install('plot')}"
 # Width and height of a plot, in inches.
 SIZE = (7.5, 5.0)
-# Label of speeds.
-SPEED = f"times as fast as {STOCK}"
 # Names of selections in titles.
 SELECTIONS = {"top_n": "best nodes", "beam": "merged beams"}
 # Lowest speed, by mlx-lm's, at the end of the colour scale.
@@ -127,7 +124,7 @@ def _map(axes: Any, points: Sequence[Point]) -> None:
     if best is not None:
         corner = (best[0] - 0.47, best[1] - 0.46)
         axes.add_patch(Rectangle(corner, 0.94, 0.92, fill=False, edgecolor="black", linewidth=3))
-    axes.figure.colorbar(image, ax=axes, label=SPEED)
+    axes.figure.colorbar(image, ax=axes, label=f"times as fast as {STOCK}")
     axes.set_xticks(range(len(widths)), widths)
     axes.set_yticks(range(len(lengths)), lengths)
     axes.set_xlabel("beam width, W")
@@ -141,7 +138,7 @@ def figure(path: Path, heading: str, size: tuple[float, float] = SIZE) -> Iterat
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError(NO_MATPLOTLIB) from error
+        raise PlotError(f"no plots without matplotlib; {how_to_install('plot')}") from error
     drawn = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(heading, fontsize=11)

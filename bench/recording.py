@@ -6,7 +6,7 @@ It has the signs that other programs disturbed the runs, as sentences with advic
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,7 +92,7 @@ class Recording:
 
     def write(self) -> None:
         if self.path is not None:
-            write_result(self.path, {**self.result, "runs": [asdict(run) for run in self.runs]})
+            write_result(self.path, {**self.result, "runs": self.runs})
 
     def _continue(self, path: Path, kind: str) -> None:
         before, names = read_result(path, kind), {field.name for field in fields(TimedRun)}

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> di
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result as JSON; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, default=_to_json) + "\n"
+    text = json.dumps(result, indent=1, default=asdict) + "\n"
     text = NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text)
     write_text(path, text)
 
@@ -67,9 +67,3 @@ def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict
     bits = next((part.bits for part in parts if hasattr(part, "bits")), None)
     names = {"model": checkpoint_name(model), "drafter": checkpoint_name(drafter)}
     return {**names, "drafter_bits": bits}
-
-
-def _to_json(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{type(value).__name__} cannot be written to a result")

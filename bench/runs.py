@@ -189,11 +189,11 @@ def run_together(
     return found
 
 
-def repetition(tokens: Sequence[int], size: int = 4) -> float:
-    """Compute the share of a text's n-grams that had occurred earlier in the text.
+def repetition(tokens: Sequence[int]) -> float:
+    """Compute the share of a text's 4-grams that had occurred earlier in the text.
 
     A text that repeats itself is easier to predict than others.
     """
-    grams = Counter(tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1))
+    grams = Counter(tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3))
     total = sum(grams.values())
     return (total - len(grams)) / total if total else 0.0

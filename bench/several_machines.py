@@ -20,8 +20,6 @@ USED = 0.8
 SYNC = 180e-6
 # Seconds of the drafts of a step by those of a plain pass on one machine: 6 ms with a 70B model.
 DRAFTS = 0.066
-# Bytes of a number that goes over the wire, in 16 bits.
-NUMBER_BYTES = 2
 # Tokens of a pass and tokens that a step then emits, as a drafter of fair quality reaches them.
 STEPS = ((4, 2.5), (8, 4.0))
 # Maximum number of machines, beyond any that MLX's users have reported.
@@ -89,8 +87,8 @@ class SplitModel:
         return seconds + (self.waiting_seconds(tokens, machines) if machines > 1 else 0.0)
 
     def waiting_seconds(self, tokens: int, machines: int) -> float:
-        """Return the seconds of a pass that its sums wait."""
-        num_bytes = tokens * self.shape.hidden_size * NUMBER_BYTES
+        """Return the seconds of a pass that its sums wait; numbers on the wire have 16 bits."""
+        num_bytes = tokens * self.shape.hidden_size * BYTES[UNQUANTISED]
         wire = LINKS[self.link].sum_seconds(machines, num_bytes)
         return 2 * self.layers * (SYNC + wire)
 

@@ -34,8 +34,10 @@ def predict_gain(shape: ModelShape, bits: int, chip: Chip) -> float:
     return predict(Question(chip, shape.active, shape.bits, copy), chains)[0].speedup
 
 
-def find_copy(search: DrafterSearch, chip: Chip) -> FoundDrafter | None:
-    """Find the copy on this machine that gains most on a chip; None if none pays."""
+def find_copy(search: DrafterSearch, chip: Chip | None) -> FoundDrafter | None:
+    """Find the copy on this machine that gains most on a chip; None if none is known to pay."""
+    if chip is None:
+        return None
     gains: list[tuple[float, FoundDrafter]] = []
     for found in search.copies():
         bits = as_mapping(read_config(Path(found.path)).get("quantization")).get("bits")

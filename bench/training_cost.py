@@ -6,10 +6,9 @@ at the same share of the chip's peak; its logits and its optimiser are limited b
 Axes: T tokens per forward pass, S = L - 1 unroll steps, B positions per optimiser step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from mlx_redrafter.bench.chips import Chip
 from mlx_redrafter.bench.cost_model import BANDWIDTH_SHARE, FITTED, Question
@@ -51,7 +50,7 @@ class TrainingCost:
     num_weights: int
 
     @classmethod
-    def of(cls, shape: ModelShape, tokens: int) -> TrainingCost:
+    def of(cls, shape: ModelShape, tokens: int) -> Self:
         options = DataOptions(tokens)
         # The request only describes a run, so its folder may exist.
         request = TrainingRequest(

@@ -119,8 +119,7 @@ def time_shapes(settings: CommonSettings, longest: int, recording: Recording) ->
     the length of the longest prompt, in tokens.
     """
     target = target_of(settings.model)
-    is_lookup = isinstance(settings.drafter, Lookup)
-    network = None if is_lookup else settings.drafter
+    network = None if isinstance(settings.drafter, Lookup) else settings.drafter
     seconds = sum(
         timed(partial(time_steps, Setting(target, network, context)))
         for context in contexts(target, longest)

@@ -68,18 +68,16 @@ def advise(
         raise typer.Exit(1) from None
     cost = TrainingCost.of(subject.shape, count)
     if chip is None and subject.folder is not None and machines == 1:
-        machine = advice.THIS_MACHINE
         forecast, trial = _measure(subject, cost, not no_rehearsal)
     else:
-        machine, forecast, trial = *_predict(subject, known, cost), None
+        forecast, trial = _predict(subject, known, cost), None
     recommended = advice.recommend(subject, forecast, trial)
-    sections = advice.advise(subject, machine, forecast, recommended, cost, known)
+    sections = advice.advise(subject, forecast, recommended, known)
     if machines != 1 and known is not None:
         split = SplitModel(subject.shape, known, machines, link)
-        headline = f"Expected speed on {machines} x {machine} over {link}"
-        sections = {**sections, headline: describe(split)}
+        sections[f"Expected speed on {machines} x {known.name} over {link}"] = describe(split)
     if as_json:
-        summary = advice.summarise(subject, machine, forecast, recommended, cost)
+        summary = advice.summarise(subject, forecast, recommended)
         typer.echo(json.dumps({**summary, "sections": sections}))
         return
     for headline, sentences in sections.items():
@@ -88,8 +86,7 @@ def advise(
             typer.echo(f"  {printable(sentence)}")
 
 
-def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[str, Forecast]:
-    """Return the name of the chip, and what the cost model says of it."""
+def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> Forecast:
     from mlx_redrafter.bench.forecast import predict_forecast
     from mlx_redrafter.bench.machine import processor_name
 
@@ -100,7 +97,7 @@ def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[s
             "no chip given, and no figures are known for this machine "
             f"({processor_name()}); say --chip 'M2 Pro'{measured}"
         )
-    return chip.name, predict_forecast(subject.shape, chip, cost, subject.simulated)
+    return predict_forecast(subject.shape, chip, cost, subject.simulated)
 
 
 def _measure(subject: Subject, cost: TrainingCost, may_rehearse: bool) -> tuple[Forecast, float]:

@@ -30,7 +30,7 @@ from mlx_redrafter.cli.bench_output import (
     progress,
     refuse_texts,
     show,
-    show_speeds,
+    show_lines,
     warn,
 )
 from mlx_redrafter.cli.machines import launched_group
@@ -225,7 +225,7 @@ def sweep(
     maps = sorted(out.glob("speedup-*.png"))
     output.check("sweep", [pair.model, pair.drafter, prompts.prompts], maps)
     from mlx_redrafter.bench.plots import plot_sweep, title
-    from mlx_redrafter.bench.report import num_different
+    from mlx_redrafter.bench.report import num_different, tabulate
     from mlx_redrafter.bench.sweep import sweep as measure
 
     settings = load_settings(pair, rounds.max_tokens)
@@ -237,12 +237,11 @@ def sweep(
     )  # fmt: skip
     with keeping(partial(_what_is_kept, recording)), progress("Turns") as on_progress:
         points = measure(
-            settings, grid, encoded, rounds.repeats, recording, rounds.cool_down,
-            on_progress=on_progress,
-        )  # fmt: skip
+            settings, grid, encoded, rounds.repeats, recording, rounds.cool_down, on_progress
+        )
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
-        show_speeds(rows, f"temperature {temp:g}")
+        show_lines(tabulate(rows), f"temperature {temp:g}")
     draw(lambda: plot_sweep(out, points, title(recording.result, settings.model)))
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
@@ -289,15 +288,15 @@ def throughput(
 
 
 def _what_is_kept(recording: Recording) -> str:
-    if recording.path is None or not recording.path.exists():
-        return "stopped; nothing is kept without --out" if recording.path is None else "stopped"
+    if recording.path is None:
+        return "stopped; nothing is kept without --out"
     return f"stopped; {recording.path} has the runs so far, add --resume to go on"
 
 
 def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Path) -> None:
     """Measure, print the tables, also to pages, draw the plot, and refuse different texts."""
     from mlx_redrafter.bench.plots import plot_speed, title
-    from mlx_redrafter.bench.report import num_different, speed_tables
+    from mlx_redrafter.bench.report import num_different, speed_tables, tabulate
     from mlx_redrafter.bench.speed import measure_speed
 
     with keeping(partial(_what_is_kept, recording)), progress("Batches") as on_progress:
@@ -305,9 +304,9 @@ def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Pat
     tables = speed_tables(rows, compared.baseline)
     recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
-    show_speeds(found, "all prompts", compared.baseline)
+    show_lines(tabulate(found, compared.baseline), "all prompts")
     if by_category := [row for row in rows if row.category]:
-        show_speeds(by_category, "by category", compared.baseline)
+        show_lines(tabulate(by_category, compared.baseline), "by category")
     result: dict[str, Any] = recording.result
     if (seconds := result.get("calibration_seconds")) is not None:
         show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")

@@ -1,7 +1,5 @@
 """Parsers of lists, and output of results, for the benchmark commands."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -9,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -17,9 +14,6 @@ from rich.console import Console
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mlx_redrafter.bench.report import Row
 
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
@@ -133,9 +127,3 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     with progress_bar(label) as bar:
         task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def show_speeds(rows: Sequence[Row], title: str = "", baseline: str = "mlx-lm") -> None:
-    from mlx_redrafter.bench.report import tabulate
-
-    show_lines(tabulate(rows, baseline), title)

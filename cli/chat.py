@@ -104,7 +104,6 @@ class Talk:
         self._begin()
 
     def run(self) -> None:
-        """Answer messages until the input or the user ends."""
         while (message := _ask()) is not None:
             if message in ("/bye", "/exit"):
                 return
@@ -171,7 +170,6 @@ class Talk:
         typer.echo(f"saved {len(messages)} messages in {path}", err=True)
 
     def _answer(self, message: str) -> None:
-        """Print the answer to a message token by token."""
         conversation, last = self._conversation, None
         num_before = conversation.num_left_out
         with (

@@ -16,8 +16,6 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 if TYPE_CHECKING:
     from mlx_redrafter.convert.conversion import Conversion
 
-Layout = Literal["mlx", "pytorch"]
-
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")],
@@ -28,7 +26,7 @@ def convert(
     *,
     options: ConversionOptions,
     to: Annotated[
-        Layout,
+        Literal["mlx", "pytorch"],
         "Layout to write: mlx, this package's, or pytorch, that of Apple's code, for a drafter in "
         "the mlx layout.",
     ] = "mlx",

@@ -126,7 +126,6 @@ def _qwen(server: ServerOptions, model: str, context: int) -> Settings:
     return Settings({"OPENAI_BASE_URL": f"{server.url}/v1", **key})
 
 
-# Agents by the name of their program.
 AGENTS = {
     "claude": Agent("@anthropic-ai/claude-code", _claude),
     "codex": Agent("@openai/codex", _codex),

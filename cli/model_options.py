@@ -37,11 +37,6 @@ LOOKUP = "lookup"
 # Word for plain decoding.
 NO_DRAFTER = "none"
 
-Model = Annotated[
-    str | None,
-    "Model that writes the text (the target): a folder, a hub repository, or the last "
-    "part of the name of one on this machine. By default the bundled demonstration model.",
-]
 NamedModel = Annotated[
     str | None,
     "Target: a folder, a hub repository, or the last part of the name of one on this machine.",
@@ -85,7 +80,11 @@ class Pair:
     """
 
     panel: ClassVar = MODEL
-    model: Model = None
+    model: Annotated[
+        str | None,
+        "Model that writes the text (the target): a folder, a hub repository, or the last "
+        "part of the name of one on this machine. By default the bundled demonstration model.",
+    ] = None
     drafter: AnyDrafter = None
     yes: Yes = False
 
@@ -270,5 +269,4 @@ def _copy(search: DrafterSearch) -> FoundDrafter | None:
     from mlx_redrafter.bench.machine import this_chip
     from mlx_redrafter.bench.smaller_copy import find_copy
 
-    chip = this_chip()
-    return None if chip is None else find_copy(search, chip)
+    return find_copy(search, this_chip())

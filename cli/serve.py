@@ -34,7 +34,6 @@ from mlx_redrafter.server.limits import Limits
 if TYPE_CHECKING:
     from mlx_redrafter.server.models import Model
 
-# Environment variable with the key.
 KEY_VARIABLE = "REDRAFTER_API_KEY"
 
 

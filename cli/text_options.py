@@ -36,14 +36,14 @@ def parse_size(value: str) -> int | str:
         raise typer.BadParameter(f"expected a number or auto, got {value!r}") from None
 
 
-def library_option(name: str, *flags: str, **settings: Any) -> Any:
+def library_option(name: str, *flags: str) -> Any:
     """Make a typer option for a field of `GenerationOptions`, described as there."""
     hint = get_type_hints(GenerationOptions, include_extras=True)[name]
     names = (f"--{name.replace('_', '-')}", *flags) if flags else ()  # typer's own without
     described = hint.__metadata__[0] + (AUTO if name == "beam_width" else "")
-    if name in DRAFT_SIZES:  # typer has no type for a number or "auto"
-        settings = {"parser": parse_size, "metavar": "<int>|auto"}
-    return typer.Option(*names, help=described, rich_help_panel=PANELS.get(name), **settings)
+    # Typer has no type for a number or "auto".
+    sizes: Any = {"parser": parse_size, "metavar": "<int>|auto"} if name in DRAFT_SIZES else {}
+    return typer.Option(*names, help=described, rich_help_panel=PANELS.get(name), **sizes)
 
 
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]

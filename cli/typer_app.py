@@ -136,13 +136,12 @@ def _add_other_form(options: dict[str, Parameter]) -> None:
 
     A command with arguments of its own keeps the form that it declares.
     """
-    model = options.get("model")
     arguments = [
         name
         for name, one in options.items()
         if any(isinstance(part, ArgumentInfo) for part in get_args(one.annotation))
     ]
-    if model is None or arguments not in ([], ["model"]):
+    if "model" not in options or arguments not in ([], ["model"]):
         return
     other = typer.Option("--model", help="The same as the argument.")
     if not arguments:

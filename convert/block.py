@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.published import packaging_of, read_published, resolve_stored
-from mlx_redrafter.proposers.checkpoint import check_shapes, give_weights
+from mlx_redrafter.proposers.checkpoint import give_weights
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
 
@@ -33,9 +33,7 @@ class ForeignBlock(ForeignDrafter):
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
         self.config, self.names = read_published(source.config, source.shapes)
-        shapes = {own: source.shapes[name] for own, name in self.names.items()}
-        check_shapes(build(BlockNetwork, self.config), shapes, source.name, self.names)
-        source.check_dtypes(self.names)
+        self.check(build(BlockNetwork, self.config))
         self.name_set = self.config.name
         self.kind = f"a {self.config.name} drafter, {packaging_of(source.config)}"
 
@@ -62,13 +60,7 @@ def try_readings(
     for reading, config in _readings(network.config, target):
         readings[reading] = copy.copy(network)
         readings[reading].become(config)
-    return choose_reading(
-        readings,
-        target,
-        tokenizer,
-        lambda network, target, text: predict(network, target, text)[0],
-        lambda network: network.config.captured_layers,
-    )
+    return choose_reading(readings, target, tokenizer, lambda *given: predict(*given)[0])
 
 
 def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockConfig]]:

@@ -27,9 +27,6 @@ from mlx_redrafter.proposers.quantization import (
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
-# Key of the target's name, tokens and weights in the config of a drafter of this package.
-TARGET_KEY = "target"
-
 
 class Conversion(NamedTuple):
     config: Any
@@ -108,8 +105,8 @@ def _write(
         measured = {"positions": len(tested.matches), "acceptance": tested.acceptance}
         notes += [tested.line] if tested.line else []
         warnings += tested.warnings()
-    # A drafter of this package says which model it was trained for.
-    trained_for = as_mapping(drafter.source.config.get(TARGET_KEY))
+    # A drafter of this package has the name, tokens and weights of the model it was trained for.
+    trained_for = as_mapping(drafter.source.config.get("target"))
     named = filter(REPOSITORY.fullmatch, targets_in_config(drafter.source.config))
     target = drafter.target or next(named, None)
     if options.target is not None:
@@ -124,7 +121,7 @@ def _write(
         "notes": notes,
     }
     with publish(destination) as folder:
-        known = {TARGET_KEY: dict(trained_for)} if trained_for else {}
+        known = {"target": dict(trained_for)} if trained_for else {}
         write_drafter(network, folder, {**known, PROVENANCE_KEY: provenance})
         card = _describe(destination.resolve().name, drafter, network.config, provenance)
         write_text(folder / CARD_FILE, card)

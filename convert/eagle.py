@@ -18,7 +18,7 @@ from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes, resolve_offsets
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, resolve_offsets
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import read_published, rope_of
@@ -35,10 +35,8 @@ class ForeignEagle(ForeignDrafter):
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
         self.config, self.names = read_published(source.config, source.shapes)
-        shapes = {own: source.shapes[name] for own, name in self.names.items()}
         self._eagle = build(Eagle, self.config)
-        check_shapes(self._eagle, shapes, source.name, self.names)
-        source.check_dtypes(self.names, "use a head that is not quantised")
+        self.check(self._eagle, "use a head that is not quantised")
         if left_out := sorted(source.tensors.keys() - self.names.values()):
             self.notes.append(f"not needed, left out: {join_shortened(map(quote, left_out))}")
         names = "speculators'" if "speculators_model_type" in source.config else "SafeAILab's"
@@ -56,9 +54,7 @@ class ForeignEagle(ForeignDrafter):
         assert self.options.target is not None
         values = read_config(find_checkpoint(self.options.target, CONFIG_ONLY))
         readings = dict(_readings(network, target, rope_of(values.get("text_config", values))))
-        return choose_reading(
-            readings, target, tokenizer, predict_next, lambda one: one.captured_layers(target)
-        )
+        return choose_reading(readings, target, tokenizer, predict_next)
 
 
 def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tuple[str, Eagle]]:

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoint_files import shared_name, write_checkpoint
+from mlx_redrafter.checkpoint_files import named_parameters, shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_output, publish
 from mlx_redrafter.convert.recurrent import APPLE_TOP_K
 from mlx_redrafter.errors import CheckpointError
@@ -31,7 +30,7 @@ def export_drafter(
     drafter = load_drafter(path_or_repo)
     _check_expressible(drafter.config)
     target_dtype: mx.Dtype = drafter.dtype if dtype is None else getattr(mx, dtype)
-    parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
+    parameters = named_parameters(dequantize_model(drafter))
     tensors = {name: tensor.astype(target_dtype) for name, tensor in parameters.items()}
     with publish(destination) as staging:
         config = _make_apple_config(drafter.config, target_dtype, shared_name(path_or_repo))

@@ -12,6 +12,7 @@ from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import ConfigError, quote
+from mlx_redrafter.proposers.checkpoint import check_shapes
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.target.target import Target
 
@@ -55,6 +56,12 @@ class ForeignDrafter(ABC):
         self.warnings: list[str] = []
         self.is_cast: Callable[[str], bool] = lambda own: True
 
+    def check(self, network: DraftNetwork, *remedy: str) -> None:
+        """Raise `CheckpointError` unless a network can have the stored tensors as its weights."""
+        shapes = {own: self.source.tensors[name].shape for own, name in self.names.items()}
+        check_shapes(network, shapes, self.source.name, self.names)
+        self.source.check_dtypes(self.names, *remedy)
+
     def describe(self, noun: str, layout: str) -> str:
         """Describe the checkpoint: a kind, its layout or that it was converted, and its target."""
         config = self.source.config
@@ -74,5 +81,4 @@ class ForeignDrafter(ABC):
 
         The network of the result is the one to write.
         """
-        readings, layers = {AS_IT_SAYS: network}, network.captured_layers(target)
-        return choose_reading(readings, target, tokenizer, predict_next, lambda one: layers)
+        return choose_reading({AS_IT_SAYS: network}, target, tokenizer, predict_next)

@@ -10,7 +10,6 @@ from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, 
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.checkpoint import check_shapes
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, predict, rank_accuracies
@@ -27,9 +26,7 @@ class ForeignMedusa(ForeignDrafter):
         super().__init__(source, options)
         found = read_heads(source.config, source.shapes)
         self.config, self.name_set, self.names = found.config, found.name_set, found.sources
-        shapes = {own: source.shapes[name] for own, name in self.names.items()}
-        check_shapes(Medusa(self.config), shapes, source.name, self.names)
-        source.check_dtypes(self.names)
+        self.check(Medusa(self.config))
         self.notes += found.notes
         self.kind = self.describe(self.noun, f" with {self.name_set} names")
 

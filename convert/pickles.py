@@ -38,7 +38,6 @@ _MALFORMED = (
     pickle.UnpicklingError,
 )  # fmt: skip
 
-# Dtype of each storage class of torch.
 STORAGE_DTYPES = {
     "FloatStorage": "float32",
     "HalfStorage": "float16",

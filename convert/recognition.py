@@ -1,11 +1,12 @@
 """Recognition of checkpoints: the kind that is converted, or the name of one that is not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoints.recognition import find_refused
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.convert.block import ForeignBlock
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.eagle import ForeignEagle
@@ -53,8 +54,7 @@ def recognise(path_or_repo: str | Path) -> tuple[Source, type[ForeignDrafter] | 
     if (module := find_mtp(path_or_repo)) is not None:
         return module, ForeignMtp
     source = open_source(path_or_repo)
-    quantization = source.config.get("quantization")
-    if isinstance(quantization, Mapping) and "bits" in quantization:
+    if "bits" in as_mapping(source.config.get("quantization")):
         quantised = "an MLX drafter that is quantised already"
         return source, f"{quantised}; convert the drafter it was made from"
     if block.recognise(source.config, source.shapes):
@@ -71,8 +71,7 @@ def recognise(path_or_repo: str | Path) -> tuple[Source, type[ForeignDrafter] | 
 def _recognise_refused(source: Source, has_medusa: bool) -> str | None:
     """Name the kind of a checkpoint that cannot be converted; None if it may be one that can."""
     config, names = source.config, list(source.tensors)
-    mapping = config.get("mapping")
-    if isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1:
+    if as_mapping(config.get("mapping")).get("tp_size", 1) != 1:
         return (
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"

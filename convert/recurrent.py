@@ -16,7 +16,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -100,7 +100,7 @@ class ForeignRecurrent(ForeignDrafter):
 
     def _infer_config(self) -> DrafterConfig:
         """Infer the config from ``config.json``, and from the shapes if a value is missing."""
-        shapes = {own: self.source.shapes[name] for own, name in self.names.items()}
+        shapes = {own: self.source.tensors[name].shape for own, name in self.names.items()}
         inferred = _infer_values(shapes)
         stated = _read_stated(self.source.config)
         lacking = [key for key in _SHAPE_KEYS if key not in inferred and key not in stated]
@@ -109,7 +109,7 @@ class ForeignRecurrent(ForeignDrafter):
                 f"expected a head (lm_head.*), which determines {', '.join(lacking)}, found none; "
                 "check that the checkpoint is complete"
             )
-        variant = self._choose_variant(cast(int, inferred.get("vocab_size", 0)))
+        variant = self._choose_variant(inferred.get("vocab_size", 0))
         if self.options.rnn_activation is not None:
             variant["rnn_activation"] = self.options.rnn_activation
         config = DrafterConfig.from_dict({**inferred, **stated, **variant})
@@ -130,7 +130,6 @@ class ForeignRecurrent(ForeignDrafter):
 
 
 def _infer_values(shapes: Shapes) -> dict[str, Any]:
-    """Infer config values from the shapes, as far as the shapes determine them."""
     blocks = [name for name in shapes if name.startswith("lm_head.")]
     finals = [name for name in blocks if name.count(".") == 2]
     num_layers = max((int(name.split(".")[1]) for name in finals or blocks), default=0)

@@ -21,7 +21,7 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
-from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 
@@ -79,15 +79,16 @@ def choose_reading(
     target: Target,
     tokenizer: TokenizerWrapper,
     predict: Callable[[N, Target, ReadSequence], Prediction],
-    layers_of: Callable[[N], Sequence[int]] = lambda network: (FINAL,),
 ) -> Reading[N]:
     """Compare first drafts with the target's tokens, by each reading of a network's config.
 
     The first reading is the config's own; another is chosen if it is better by more than chance.
-    ``predict`` returns the first drafts of a network along a text, and ``layers_of`` the layers of
-    the target that it reads.
+    ``predict`` returns the first drafts of a network along a text.
     """
-    wanted = {name: layers_of(network) for name, network in readings.items()}
+    wanted = {
+        name: network.captured_layers(target) if isinstance(network, KvNetwork) else (FINAL,)
+        for name, network in readings.items()
+    }
     layers = sorted({layer for one in wanted.values() for layer in one})
     if layers != [FINAL]:
         target.modules.watch(layers)

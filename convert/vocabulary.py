@@ -85,7 +85,7 @@ def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.
             f"the vocabulary slice must have more than the {len(needed)} special tokens and at "
             f"most the drafter's {len(counts)}, got {num_rows}"
         )
-    ranks = counts.astype(np.int64).copy()
+    ranks = counts.copy()
     ranks[needed] = np.iinfo(np.int64).max
     best = np.argsort(-ranks, kind="stable")[:num_rows]
     return np.sort(best).astype(np.int32)

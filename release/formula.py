@@ -6,8 +6,6 @@ The formula includes the server, since its users cannot add an extra. Packages t
 formulas for Python are dependencies. All others are resources, built from the archives of the lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import tomllib
@@ -20,7 +18,6 @@ from packaging.markers import Marker
 from release.notes import ROOT
 
 NAME = "mlx-redrafter"
-# Extra whose packages the formula includes.
 EXTRA = "server"
 # Python of the formula. MLX's formula must be built for the same one.
 PYTHON = "python@3.14"
@@ -65,12 +62,15 @@ def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
 
     Raise ValueError if a package of the lock has no source archive.
     """
-    needed = sorted(_closure(lock))
+    # Of several versions the last one counts, which is for the newest Python.
+    packages = {package["name"]: package for package in lock["package"]}
+    needed = sorted(_closure(packages))
     builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]
-    others = {*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", "macos", PYTHON}
+    formulas = [*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", PYTHON]
+    others = [":macos", *(f'"{name}"' for name in formulas)]
     # A requirement is sorted among the formulas.
-    uses = [f"  depends_on {_term(name)}" for name in sorted(others)]
-    resources = [_resource(lock, name) for name in needed if name not in FORMULAS]
+    uses = [f"  depends_on {one}" for one in sorted(others, key=lambda one: one[1:])]
+    resources = [_resource(packages[name]) for name in needed if name not in FORMULAS]
     return TEMPLATE.format(
         name=NAME,
         url=_address(archive, content),
@@ -80,10 +80,6 @@ def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
     )
 
 
-def _term(name: str) -> str:
-    return f":{name}" if name == "macos" else f'"{name}"'
-
-
 def _address(archive: str, content: bytes) -> str:
     """Return the address of a file on PyPI, which names its folder by the file's BLAKE2 hash."""
     digest = hashlib.blake2b(content, digest_size=32).hexdigest()
@@ -91,18 +87,9 @@ def _address(archive: str, content: bytes) -> str:
     return f"https://files.pythonhosted.org/packages/{folder}/{archive}"
 
 
-def _packages(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the packages of the lock by name; of several versions, the one for the newest Python.
-
-    The lock lists versions in ascending order.
-    """
-    return {package["name"]: package for package in lock["package"]}
-
-
-def _closure(lock: Mapping[str, Any]) -> set[str]:
+def _closure(packages: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return all packages that the program needs on a Mac, without those that formulas bring."""
-    packages, found = _packages(lock), set()
-    own = packages[NAME]
+    own, found = packages[NAME], set()
     left = [*_needed(own["dependencies"]), *_needed(own["optional-dependencies"][EXTRA])]
     while left:
         name = left.pop()
@@ -117,21 +104,18 @@ def _needed(dependencies: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name, marker in markers if marker is None or Marker(marker).evaluate(MAC)]
 
 
-def _resource(lock: Mapping[str, Any], name: str) -> str:
-    archive = _packages(lock)[name].get("sdist")
+def _resource(package: Mapping[str, Any]) -> str:
+    name, archive = package["name"], package.get("sdist")
     if archive is None:
         raise ValueError(
             f"expected a source archive of {name} in uv.lock, found none; name its formula in "
             "FORMULAS"
         )
-    kind, _, digest = archive["hash"].partition(":")
-    if kind != "sha256":
-        raise ValueError(f"expected a SHA-256 of {name} in uv.lock, found {kind}")
+    digest = archive["hash"].removeprefix("sha256:")
     return f'  resource "{name}" do\n    url "{archive["url"]}"\n    sha256 "{digest}"\n  end'
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the formula of a source archive."""
     if len(arguments) != 1:
         sys.exit("error: expected one argument, the source archive")
     path = Path(arguments[0])

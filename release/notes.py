@@ -5,8 +5,6 @@
 The version is `__version__` of mlx_redrafter/version.py and stands nowhere else.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -14,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def read_version(root: Path = ROOT) -> str:
+def read_version() -> str:
     """Read the version without importing the package, whose dependencies may be missing."""
-    source = (root / "mlx_redrafter" / "version.py").read_text(encoding="utf-8")
+    source = (ROOT / "mlx_redrafter" / "version.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     return str(version)
 

@@ -99,7 +99,7 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
     subject = Subject("MODEL", SHAPE, None) if drafter is None else find_subject(None, drafter)
     cost = TrainingCost.of(subject.shape, 10**6)
     predicted = predict_forecast(subject.shape, CHIPS[chip], cost)
-    sections = advise(subject, chip, predicted, recommend(subject, predicted, trial), cost)
+    sections = advise(subject, predicted, recommend(subject, predicted, trial))
     return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
 
 

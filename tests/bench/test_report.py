@@ -12,7 +12,7 @@ from mlx_redrafter.bench.recording import LoadWatch, find_disturbances
 from mlx_redrafter.bench.report import summarise, tabulate
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 from mlx_redrafter.bench.timing import estimate
-from mlx_redrafter.cli.bench_output import show_speeds
+from mlx_redrafter.cli.bench_output import show_lines
 
 
 def make_run(arm, seconds, tokens=(1, 2, 3), accepted=(), prompt="p", repeat=0, block=0):
@@ -54,7 +54,7 @@ def test_a_table_leaves_out_columns_without_values():
 def test_a_table_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     rows = summarise([make_run(STOCK, 4.0), make_run("4x5x9", 2.0, accepted=[2])])
-    show_speeds(rows, "all prompts")
+    show_lines(tabulate(rows), "all prompts")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(lines)
