@@ -284,12 +284,11 @@ class StockSampler(TokenSampler):
 
         So texts in turns never draw the same numbers.
         """
-        keys = [random_state()]
-        chosen = [self._sample(log_probs[:1], keys[0])]
-        for _ in range(1, num_levels):
+        keys, chosen = [random_state()], list[mx.array]()
+        for _ in range(num_levels):  # all but the first choice are for the states they leave
+            chosen.append(self._sample(log_probs[:1], keys[-1]))
             keys.append(random_state())
-            self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
-        keys.append(random_state())
+        del chosen[1:]
         states = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
             assert depths is not None
