@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import sys
 
-# Error if MLX cannot be imported.
 NO_BACKEND = (
     "MLX has no back end in this environment: install mlx (Apple silicon), mlx[cpu] (Linux) or "
     "mlx[cuda13] (Linux with an NVIDIA GPU)"

@@ -80,7 +80,7 @@ def find_checkpoint(
         reason = explain(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
-    is_name = bool(name) and not is_path(name)
+    is_name = not is_path(name)
     if is_name and (stored := find_stored(name, patterns)) is not None:
         return stored
     if not is_name or "/" not in name:

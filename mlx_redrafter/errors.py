@@ -8,12 +8,11 @@ import errno
 import reprlib
 from collections.abc import Iterable
 
-# Maximum number of characters of an error, about seven lines of a terminal.
-MAX_LINE = 1000
+MAX_LISTED = 12
 # Maximum number of characters of a name.
 MAX_NAME = 80
-# Maximum number of items of a list.
-MAX_LISTED = 12
+# Maximum number of characters of an error, about seven lines of a terminal.
+MAX_LINE = 1000
 
 _MAKE_ROOM = "make room on the disk, or choose another one"
 _CHANGE_PERMISSIONS = "choose a path that you may use, or change its permissions"

@@ -6,14 +6,13 @@ import re
 import sys
 from pathlib import Path
 
+MEMINFO = Path("/proc/meminfo")
 # Share of a Linux machine's memory below which it is short; the system needs some itself.
 SHORT = 0.02
 # Reading of macOS that means that memory is nearly used up: 1 is normal, 2 a warning, 4 critical.
 CRITICAL = 4
 # Name of that reading.
 PRESSURE = b"kern.memorystatus_vm_pressure_level"
-# Linux's reading.
-MEMINFO = Path("/proc/meminfo")
 
 
 def read_total_memory() -> int | None:

@@ -123,10 +123,8 @@ class NetworkOptions:
                 f"{self.head}; leave --start-from out"
             )
         if given:
-            raise ConfigError(
-                f"the drafter {self.start_from} keeps its shape; leave --exit-dim and "
-                "--draft-vocab out"
-            )
+            named = " and ".join(given)
+            raise ConfigError(f"the drafter {self.start_from} keeps its shape; leave {named} out")
 
 
 @dataclass(frozen=True)

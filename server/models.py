@@ -19,8 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoint_files import named_parameters, weight_files
-from mlx_redrafter.checkpoints.memory_check import read_context_length
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.memory_check import read_context_length, weight_bytes
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
@@ -158,8 +158,8 @@ class Model:
         if self.loaded is not None:
             return self.loaded.nbytes
         with suppress(CheckpointError, OSError):
-            files = () if self.folder is None else weight_files(self.folder)
-            return sum(path.stat().st_size for path in files)
+            if self.folder is not None:
+                return weight_bytes(self.folder)
         return 0
 
 

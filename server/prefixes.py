@@ -27,7 +27,6 @@ from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.stored_cache import Arrays, count_entries, has_states
 from mlx_redrafter.target.target import Target
 
-# Maximum number of tokens of a node.
 NODE_TOKENS = 2048
 # Tokens that a state has to save to be kept at a position where texts have parted.
 MIN_SAVED = 16

@@ -14,7 +14,6 @@ from mlx_redrafter.server.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tools.
 MAX_TOOLS = 128
 
 

@@ -193,12 +193,11 @@ class Outbox:
 
 def find_end(request: Request, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
     """Return why and after how many of these tokens decoding ends; (None, all) if not."""
-    has_limit = request.max_tokens >= 0
-    left = request.max_tokens - num_before if has_limit else len(tokens)
+    left = request.max_tokens - num_before if request.max_tokens >= 0 else len(tokens) + 1
     for i, token in enumerate(tokens[:left]):
         if token in request.stop_tokens:
             return "stop", i + 1
-    if has_limit and left <= len(tokens):
+    if left <= len(tokens):
         return "length", left
     return None, len(tokens)
 

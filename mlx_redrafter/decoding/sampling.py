@@ -10,7 +10,6 @@ node's position, never on the tree.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
@@ -45,8 +44,8 @@ MIN_SORTED = 512
 MIN_BLOCKS = 2
 
 
-class TokenSampler(ABC):
-    """Samples the target's token after every node of a tree."""
+class TokenSampler:
+    """Samples the target's token after every node of a tree: the most probable one, or by noise."""
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
@@ -61,7 +60,6 @@ class TokenSampler(ABC):
         """
         return None
 
-    @abstractmethod
     def sample(
         self,
         log_probs: mx.array,
@@ -77,14 +75,15 @@ class TokenSampler(ABC):
             noise: Result of `noise`.
             num_levels: Bound above all depths, L.
         """
+        return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
 
-    def commit(self, num_choices: int) -> None:  # noqa: B027
+    def commit(self, num_choices: int) -> None:
         """Keep the first choices of the last `sample` along the path, and forget the others.
 
         What others have done with the random state meanwhile stays, here and in `go_back`.
         """
 
-    def go_back(self, num_choices: int) -> None:  # noqa: B027
+    def go_back(self, num_choices: int) -> None:
         """Leave what there is after so many choices in all, of the last `MAX_OPEN` passes."""
 
 
@@ -214,15 +213,6 @@ class KeyedSampler(TokenSampler):
         else:
             self._rows = gumbel_noise(seed, mx.arange(first, first + count), size)
 
-    def sample(
-        self,
-        log_probs: mx.array,
-        depths: mx.array | None,
-        noise: GumbelNoise | None,
-        num_levels: int,
-    ) -> mx.array:
-        return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
-
 
 def noise_for_all(
     samplers: Sequence[KeyedSampler],
@@ -294,12 +284,11 @@ class StockSampler(TokenSampler):
 
         So texts in turns never draw the same numbers.
         """
-        keys = [random_state()]
-        chosen = [self._sample(log_probs[:1], keys[0])]
-        for _ in range(1, num_levels):
+        keys, chosen = [random_state()], list[mx.array]()
+        for _ in range(num_levels):  # all but the first choice are for the states they leave
+            chosen.append(self._sample(log_probs[:1], keys[-1]))
             keys.append(random_state())
-            self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
-        keys.append(random_state())
+        del chosen[1:]
         states = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
             assert depths is not None

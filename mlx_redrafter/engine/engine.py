@@ -53,7 +53,6 @@ _claims = CacheLocks()
 
 AnyDrafter = Proposer | Literal["lookup"] | None
 
-# Names of the options that a call may give.
 OPTION_NAMES = frozenset(one.name for one in fields(GenerationOptions))
 # Advice for options that only mlx-lm has.
 MLX_LM_OPTIONS = {

@@ -80,7 +80,6 @@ SEARCH = {
 }
 READ = Kind(DraftPlan(BASE, FEW), waits=True)
 DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
-# Steps of prompt lookup, by number of nodes.
 LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
 
 # Number of rounds; the fastest turn of a kind counts, as other work disturbed the others.

@@ -57,7 +57,7 @@ SMALL = 0.05
 # Weight of a further level's likeness to the last one seen, beside its own mean.
 DOUBT = 0.2
 
-_NW, _NL, _NC = FITS.shape
+_NW, _NL, _ = FITS.shape
 # Bounds of stored numbers, as in `ExpectedDrafts.chosen`.
 _BOUNDS = np.array([[[-1.0]], [[0.01]]]), np.array([[[1.0 * COUNTS[-1]]], [[1e3]]])
 _ROWS = np.ogrid[:_NW, :_NL]

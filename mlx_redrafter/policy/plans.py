@@ -36,7 +36,6 @@ PLANS = {
 }
 PLACES = {plan.shape: place for place, plan in PLANS.items()}
 SHORTEST, WIDEST = PLANS[0, 0], PLANS[len(WIDTHS) - 1, 0]
-LONGEST = PLANS[len(WIDTHS) - 1, len(LENGTHS) - 1]
 # Prompt lookup costs no draft time, so it may draft many tokens.
 LOOKUP = DraftPlan(DraftShape(4, 16), SIZES[-1], from_text=True)
 # Number of drafts that a step verifies: none, or one less than the nodes of each size.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,6 @@ EXPLORE = 0.01
 LEARNING = 0.03
 # Share of the time for lookups of all texts of a batch, while they do not pay.
 LOOKUPS = 0.01
-# Totals of a kind of step before its first one.
-_NONE = (0.0,) * 5
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Learner:
         # The step before, and its seconds if it ended a row of steps of one node.
         self._before: Step | None = None
         self._last_of_row: float | None = None
-        self.totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
+        self.totals = defaultdict[tuple[DraftPlan | None, int], list[float]](lambda: [0.0] * 5)
 
     def observe_time(
         self, step: Step, choice: Choice, num_tokens: float, least: float, in_row: bool
@@ -172,7 +171,7 @@ class Learner:
         expected = timed * state.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)
-        self.totals[key] = list(map(add, self.totals.get(key, _NONE), news))
+        self.totals[key] = list(map(add, self.totals[key], news))
         self.guard.count(num_tokens)
         alone = self._time_alone(step, in_row)
         if step.seconds is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal
 
-# Roles of texts.
 ROLES = ("user", "assistant", "system", "developer")
 # Text between two texts that become one message.
 BREAK = "\n\n"

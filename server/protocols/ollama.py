@@ -264,11 +264,10 @@ def _read_format(fields: Fields) -> AnswerFormat | None:
     form = fields.take("format")
     if form in (None, ""):
         return None
-    if form == "json":
-        return AnswerFormat({"type": "object"}, "format")
-    if not isinstance(form, dict):
+    schema = {"type": "object"} if form == "json" else form
+    if not isinstance(schema, dict):
         raise fields.refusal("format", '"json" or a JSON schema', form)
-    return AnswerFormat(form, "format")
+    return AnswerFormat(schema, "format")
 
 
 def _read_stay(fields: Fields) -> float | None:

@@ -13,18 +13,14 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS
 from mlx_redrafter.server.tools import Tools
 
-# Maximum number of stop strings.
 MAX_STOPS = 16
-# Maximum length of a stop string, in characters.
 MAX_STOP_LENGTH = 256
-# Maximum number of tokens in ``logit_bias``.
 MAX_BIASES = 1024
 # Minimum factor of a penalty: the logits overflow if they are divided by much smaller ones.
 MIN_REPETITION_PENALTY = 0.01
 # Maximum number of tokens that a penalty looks back at.
 MAX_PENALTY_CONTEXT = 2**20
 
-# Sampling options and their names in OpenAI's API.
 OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
 # Fields that do not change the text: OpenAI bills, caches and attributes requests by them.
 IGNORED = (

@@ -18,7 +18,7 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import responses
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import Explorer
-from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
+from mlx_redrafter.policy.plans import PLANS, SHORTEST, WIDEST, Choice
 from tests.golden.record_fixed_shapes import load_once
 from tests.helpers.calls import at_call
 from tests.helpers.drafts import Scripted
@@ -80,7 +80,7 @@ def test_the_drafts_of_a_batch_are_as_good_as_those_of_each_text(sampling):
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_drafts_that_are_only_looked_at(monkeypatch, sampling):
     rng = random.Random(2)
-    shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
+    shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, [*PLANS.values()][-1])]
     choices = [Choice(), *shadows, Choice(WIDEST, 3)]
     monkeypatch.setattr(Explorer, "choose", lambda explorer, allows_drafts: rng.choice(choices))
     prompts, options = _prompts(5), {"max_tokens": 14, **sampling}

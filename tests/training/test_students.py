@@ -168,6 +168,7 @@ def test_what_a_head_cannot_have_is_refused():
         ("specformer", {"layers": 1}, "layers has no meaning for the head specformer"),
         ("hydra", {}, "head must be one of redrafter, medusa, eagle"),
         ("medusa", {"start_from": "x"}, "recurrent or block drafter only, got the head medusa"),
+        ("dflash", {"start_from": "x", "layers": 1}, "x keeps its shape; leave layers out"),
     ]
     for head, options, message in cases:
         with pytest.raises(ConfigError, match=message):
