@@ -39,7 +39,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mlx_redrafter.backend import prepare
-from mlx_redrafter.version import __version__ as __version__
+from mlx_redrafter.version import __version__
 
 prepare()
 # In a checkout some rooms are folders beside this one, as `setup.py` says.
@@ -47,22 +47,19 @@ if not os.path.isdir(os.path.join(__path__[0], "cli")):
     __path__.append(os.path.dirname(__path__[0]))
 
 if TYPE_CHECKING:
-    from mlx_redrafter.checkpoints.loading import load as load
-    from mlx_redrafter.checkpoints.loading import load_drafter as load_drafter
-    from mlx_redrafter.engine.conversation import Conversation as Conversation
-    from mlx_redrafter.engine.engine import Engine as Engine
-    from mlx_redrafter.engine.generation import generate as generate
-    from mlx_redrafter.engine.generation import generate_batch as generate_batch
-    from mlx_redrafter.engine.generation import stream_generate as stream_generate
-    from mlx_redrafter.engine.responses import GenerationResponse as GenerationResponse
-    from mlx_redrafter.errors import RedrafterError as RedrafterError
-    from mlx_redrafter.grammar import Grammar as Grammar
-    from mlx_redrafter.proposers.checkpoint import save_drafter as save_drafter
-    from mlx_redrafter.proposers.draft_model import DraftModel as DraftModel
-    from mlx_redrafter.proposers.lookup import Lookup as Lookup
-    from mlx_redrafter.proposers.redrafter.config import DrafterConfig as DrafterConfig
-    from mlx_redrafter.proposers.redrafter.network import Drafter as Drafter
-    from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead as SpeculateAhead
+    from mlx_redrafter.checkpoints.loading import load, load_drafter
+    from mlx_redrafter.engine.conversation import Conversation
+    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.engine.generation import generate, generate_batch, stream_generate
+    from mlx_redrafter.engine.responses import GenerationResponse
+    from mlx_redrafter.errors import RedrafterError
+    from mlx_redrafter.grammar import Grammar
+    from mlx_redrafter.proposers.checkpoint import save_drafter
+    from mlx_redrafter.proposers.draft_model import DraftModel
+    from mlx_redrafter.proposers.lookup import Lookup
+    from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+    from mlx_redrafter.proposers.redrafter.network import Drafter
+    from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
 # Modules of the public names, imported on first use: mlx-lm takes seconds to import, which would
 # delay `redrafter-mlx --help`.
@@ -85,7 +82,25 @@ _HOMES = {
     "stream_generate": "engine.generation",
 }
 
-__all__ = sorted(["__version__", *_HOMES])
+__all__ = [
+    "Conversation",
+    "DraftModel",
+    "Drafter",
+    "DrafterConfig",
+    "Engine",
+    "GenerationResponse",
+    "Grammar",
+    "Lookup",
+    "RedrafterError",
+    "SpeculateAhead",
+    "__version__",
+    "generate",
+    "generate_batch",
+    "load",
+    "load_drafter",
+    "save_drafter",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str) -> object:
