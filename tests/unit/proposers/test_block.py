@@ -19,7 +19,6 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
-from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.linked_levels import LinkedLevels
 from mlx_redrafter.proposers.search import build_trees, search_all
@@ -123,14 +122,9 @@ def test_drafters_for_other_targets_are_refused():
     deep = random_block(block_config(VOCAB, 32, captured_layers=(0, 5)))
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 3 .* found 5"):
         deep.check_fit(target, tokenizer)
-    for changes, message in (
-        ({"num_target_layers": 9}, "expected a model of 9 layers, .* found one of 4"),
-        ({"hidden_size": 64}, "hidden_size 64 does not match"),
-        ({"vocab_size": 50}, "vocab_size 50 does not match"),
-    ):
-        other = random_block(BlockConfig(**{**vars(block_config(VOCAB, 32)), **changes}))
-        with pytest.raises(CheckpointError, match=message):
-            other.check_fit(target, tokenizer)
+    other = random_block(block_config(VOCAB, 32, num_target_layers=9))
+    with pytest.raises(CheckpointError, match=r"expected a model of 9 layers, .* found one of 4"):
+        other.check_fit(target, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "cohere2", "granite", "muse_glimmer"])

@@ -174,8 +174,6 @@ def test_heads_for_other_models_are_refused(tmp_path):
     proposer.check_fit(Target(MODEL), tokenizer)
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 0 .* found 2"):
         proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
-    with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
-        proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
 
 def test_tensors_of_other_forms_are_named(tmp_path):
@@ -260,9 +258,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 def test_other_targets_are_refused():
     tokenizer = wrapped_tokenizer(VOCAB, set())
-    wide = new_network(hidden_size=64, captured_layers=(0, 1))
-    with pytest.raises(CheckpointError, match="hidden_size 64 does not match"):
-        wide.check_fit(Target(MODEL), tokenizer)
     deep = new_network(captured_layers=(0, 9))
     with pytest.raises(UnsupportedTargetError, match="expected inputs of layers 0 to 2 "):
         deep.check_fit(Target(MODEL), tokenizer)
