@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 Config = dict[str, Any]
 
 HIDDEN, WIDTH, HEADS, GROUPS, HEAD_SIZE, VOCAB, REDUCED, RANK = 32, 48, 4, 2, 8, 48, 20, 8
-LAYERS, NUM_TARGET_LAYERS, WINDOW, GROUPS_OF_KERNELS, TAPS = 2, 4, 9, 4, 3
+LAYERS, NUM_TARGET_LAYERS, TAPPED, WINDOW, GROUPS_OF_KERNELS, TAPS = 2, 4, 2, 9, 4, 3
 # Numbers of verified tokens after which a block is compared. Three lie beyond the window.
 LENGTHS = (1, 6, 13, 21)
 # Tokens of the drafts along which linked logits are compared.
@@ -59,10 +59,10 @@ def per_layer(shapes: Shapes) -> Shapes:
     return {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
 
-def backbone(taps: int = 2) -> Shapes:
+def backbone() -> Shapes:
     """Return the shapes of Qwen 3's decoder layers and of what reads the target."""
     return {
-        "fc.weight": (HIDDEN, taps * HIDDEN),
+        "fc.weight": (HIDDEN, TAPPED * HIDDEN),
         "hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
         **layer_shapes(LAYER, HIDDEN),
@@ -298,9 +298,9 @@ def tensors(layout: Layout) -> dict[str, NDArray[Any]]:
     return {name: tensor(layout, name) for name in layout.shapes}
 
 
-def states(count: int, taps: int = 2) -> Floats:
-    """Make the target's states of the first tokens, shape (count, taps H)."""
-    return np.stack([draw(f"state {i}", (taps * HIDDEN,)) for i in range(count)])
+def states(count: int) -> Floats:
+    """Make the target's states of the first tokens, shape (count, S H)."""
+    return np.stack([draw(f"state {i}", (TAPPED * HIDDEN,)) for i in range(count)])
 
 
 def target_tables() -> tuple[Floats, Floats]:

@@ -203,12 +203,12 @@ LAYERS = (0, 1, 1, -1)
 SHORT_PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4), DraftPlan.of(3, 2, 4)]
 
 
-def new_network(seed: int = 0, **changes: Any) -> SpecFormer:
+def new_network(**changes: Any) -> SpecFormer:
     """A random one, whose norms are not trivial."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "vocab_size": VOCAB}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
     values = {**sizes, **heads, "captured_layers": LAYERS, "num_slots": SLOTS, **changes}
-    mx.random.seed(seed)
+    mx.random.seed(0)
     network = SpecFormer(SpecFormerConfig(**values))
     network.apply(lambda x: x + 0.2 * mx.random.normal(x.shape))
     mx.eval(network.parameters())
