@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from mlx_redrafter.decoding.sampling import block_size, top_k
 from mlx_redrafter.device_read import to_ints
@@ -129,9 +128,7 @@ def _check(scores: np.ndarray, k: int) -> None:
     values, indices = top_k(mx.array(scores), k)
     expected = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
     assert np.array_equal(np.array(indices), expected)
-    assert np.array_equal(
-        np.array(values), np.take_along_axis(scores, expected, axis=-1), equal_nan=False
-    )
+    assert np.array_equal(np.array(values), np.take_along_axis(scores, expected, axis=-1))
 
 
 @pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 4097, 50257])
@@ -152,16 +149,3 @@ def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities():
     scores[2] = -np.inf
     scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
     _check(scores, 4)
-
-
-@given(
-    scores=arrays.arrays(
-        np.float32,
-        st.tuples(st.integers(1, 3), st.integers(1, 3000)),
-        elements=st.floats(-8, 8, width=16),
-        fill=st.sampled_from([0.0, -1.0]),
-    ),
-    k=st.integers(1, 4),
-)
-def test_any_scores(scores, k):
-    _check(scores, min(k, scores.shape[1]))
