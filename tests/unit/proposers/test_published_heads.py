@@ -60,7 +60,6 @@ from tests.property.test_lossless_networks import PROMPT, TREE, tip
 from tests.property.test_lossless_networks import assistant as new_assistant
 
 CLUSTERED = "assistant with clusters"
-MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
 
 
 @pytest.fixture(params=ASSISTANTS)
@@ -71,7 +70,7 @@ def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
 
 def test_the_copied_entries_are_the_targets(assistant, monkeypatch):
     """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
-    model = MODELS["gemma4_text"]
+    model = build(tiny_config("gemma4_text"))
     full, sliding, _ = assistant.captured_layers(Target(model))
     stock, cache = make_prompt_cache(model), make_prompt_cache(model)
     own = make_prompt_cache(assistant)
