@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -402,33 +402,31 @@ def test_the_reading_of_macos(monkeypatch):
         assert memory_sizes.is_memory_short() == is_short
 
 
-def _set_wired_limit(monkeypatch, limit):
-    """Replace mlx-lm's limit, and count from zero: a failed test may have left a text open."""
-    monkeypatch.setattr(memory_guard, "wired_limit", limit)
-    monkeypatch.setattr(memory_guard, "_wiring", memory_guard._Wiring())
-
-
-def test_the_wired_limit_is_a_switch(stories, monkeypatch):
-    wired: list[Any] = []
-    limit = lambda model, _: wired.append(model) or nullcontext()  # noqa: E731
-    _set_wired_limit(monkeypatch, limit)
-    for value, expected in (("1", 1), ("0", 1)):
-        monkeypatch.setenv(memory_guard.SWITCH, value)
-        generate(stories.model, stories.tokenizer, TALE, max_tokens=2)
-        assert len(wired) == expected
-
-
-def test_texts_that_end_in_any_order_share_the_wired_limit(model, monkeypatch):
-    limits = [0]
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The wired limits so far, counted from none: a failed test may have left a text open."""
+    found = [0]
 
     @contextmanager
     def limit(*_: object) -> Iterator[None]:
-        before = limits[-1]
-        limits.append(100)
+        before = found[-1]
+        found.append(100)
         yield
-        limits.append(before)
+        found.append(before)
 
-    _set_wired_limit(monkeypatch, limit)
+    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    monkeypatch.setattr(memory_guard, "_wiring", memory_guard._Wiring())
+    return found
+
+
+def test_the_wired_limit_is_a_switch(stories, monkeypatch, limits):
+    for value in ("1", "0"):
+        monkeypatch.setenv(memory_guard.SWITCH, value)
+        generate(stories.model, stories.tokenizer, TALE, max_tokens=2)
+        assert limits == [0, 100, 0], "once"
+
+
+def test_texts_that_end_in_any_order_share_the_wired_limit(model, limits):
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     first, second = (engine.stream(PROMPT, max_tokens=4) for _ in range(2))
     next(first), next(second)
