@@ -58,9 +58,8 @@ def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) 
     config = {**MIMO, "vocab_size": 512, "eos_token_id": 2}
     model = named_parameters(tiny_mimo(config=config))
     write(folder, {**model, **tensors}, config)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        if (stories.folder / name).exists():
-            shutil.copy(stories.folder / name, folder / name)
+    for path in stories.folder.glob("*token*"):
+        shutil.copy(path, folder)
     return folder
 
 
