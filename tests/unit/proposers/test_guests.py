@@ -305,9 +305,6 @@ def test_contexts_of_another_model_are_refused():
     lookup.check_fit(target, None)
 
 
-TEXTS = st.lists(st.integers(0, 3), min_size=2, max_size=60)
-
-
 def _row(first: int) -> bytes:
     tokens = range(first, first + NUM_BEST)
     return pack(f"{NUM_BEST}i{NUM_BEST}f", *tokens, *[-0.5 * i for i in range(NUM_BEST)])
@@ -328,7 +325,7 @@ def _length_before(text: Sequence[int], position: int, end: int) -> int:
     return length
 
 
-@given(TEXTS)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60))
 def test_matches_are_occurrences_of_the_newest_tokens(text):
     table = _table_of(text)
     end = len(text)

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
@@ -327,13 +328,6 @@ def _literal(drafter: Drafter, shape: DraftShape, seed: int) -> oracles.Search:
     return oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
 
 
-def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
-    tokens: list[int] = np.array(expansion.tokens).tolist()
-    parents: list[int] = np.array(expansion.parents).tolist()
-    paths = paths_of([ROOT_TOKEN, *tokens], [0, *(parent + 1 for parent in parents)])[1:]
-    return dict(zip(paths, np.array(expansion.scores).tolist(), strict=True))
-
-
 @pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
 @pytest.mark.parametrize("rnn", [True, False])
 def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
@@ -342,7 +336,10 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
     drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
     assert ("input_proj" in drafter) == (length % 3 != 1)
     search = drafter, DraftShape(width, length), width
-    literal, found = _literal(*search), _scored_paths(_expand(*search))
+    literal, expansion = _literal(*search), _expand(*search)
+    parents = [0, *(parent + 1 for parent in to_ints(expansion.parents))]
+    paths = paths_of([ROOT_TOKEN, *to_ints(expansion.tokens)], parents)[1:]
+    found = dict(zip(paths, to_floats(expansion.scores), strict=True))
     assert found.keys() == literal.scores.keys()
     per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
     assert len(found) == per_level * (length - 1)
