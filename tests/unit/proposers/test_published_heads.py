@@ -204,8 +204,8 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(name, reference,
     entries, inputs = published_heads.assistant_inputs(length)
     rows = mx.arange(length)
     contexts = [
-        (*(mx.array(entries[f"{kind}_attention {part}"]) for part in ("keys", "values")), seen)
-        for kind, seen in (("full", rows >= 0), ("sliding", rows > length - 8))
+        (*map(mx.array, entries[kind]), seen)
+        for kind, seen in ((FULL, rows >= 0), (SLIDING, rows > length - 8))
     ]
     state = mx.array(inputs[:1, 64:])
     for row, wanted in zip(inputs, expected, strict=True):
