@@ -234,8 +234,7 @@ def test_slots_are_those_of_the_equations_whatever_the_steps_before():
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
-    network = new_network()
-    save_drafter(network, tmp_path)
+    save_drafter(new_network(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for changes, message in (
         ({"num_slots": 0}, "num_slots must be"),
@@ -250,10 +249,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(CheckpointError, match=message):
             load_specformer(tmp_path)
-    network.positional.bias = network.positional.bias * mx.inf
-    save_drafter(network, tmp_path)
-    with pytest.raises(RedrafterError, match=r"NaN or infinite weights in positional\.bias"):
-        load_specformer(tmp_path)
 
 
 def test_other_targets_are_refused():
