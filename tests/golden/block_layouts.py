@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 Config = dict[str, Any]
 
 HIDDEN, WIDTH, HEADS, GROUPS, HEAD_SIZE, VOCAB, REDUCED, RANK = 32, 48, 4, 2, 8, 48, 20, 8
-LAYERS, NUM_TARGET_LAYERS, WINDOW, GROUPS_OF_KERNELS, TAPS = 2, 4, 9, 4, 3
+LAYERS, NUM_TARGET_LAYERS, TAPPED, WINDOW, GROUPS_OF_KERNELS, TAPS = 2, 4, 2, 9, 4, 3
 # Numbers of verified tokens after which a block is compared. Three lie beyond the window.
 LENGTHS = (1, 6, 13, 21)
 # Tokens of the drafts along which linked logits are compared.
@@ -59,10 +59,10 @@ def per_layer(shapes: Shapes) -> Shapes:
     return {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
 
-def backbone(taps: int = 2) -> Shapes:
+def backbone() -> Shapes:
     """Return the shapes of Qwen 3's decoder layers and of what reads the target."""
     return {
-        "fc.weight": (HIDDEN, taps * HIDDEN),
+        "fc.weight": (HIDDEN, TAPPED * HIDDEN),
         "hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
         **layer_shapes(LAYER, HIDDEN),
@@ -112,6 +112,12 @@ NUM_LAYERS: Config = {"num_target_layers": NUM_TARGET_LAYERS}
 DSPARK_KEYS: Config = {"block_size": 5, "mask_token_id": 47, **MARKOV_KEYS, **NUM_LAYERS}
 
 
+def layout(config: Config, *references: str, more: Shapes | None = None) -> Layout:
+    """Return a layout of the backbone and more; tensors without axes are left out."""
+    shapes = {**backbone(), **(more or {})}
+    return Layout(config, {name: shape for name, shape in shapes.items() if shape}, references)
+
+
 def zlab(
     architecture: str = "DFlashDraftModel", nested: Config | None = None, **top: Any
 ) -> Config:
@@ -120,25 +126,28 @@ def zlab(
     return {**LAYER, "architectures": [architecture], "dflash_config": own, **NUM_LAYERS, **top}
 
 
-def deepspec(architecture: str = "Qwen3DSparkModel", **top: Any) -> Config:
-    """Return the config of a DSpark drafter of DeepSpec."""
+def deepspec(more: Shapes, architecture: str = "Qwen3DSparkModel", **top: Any) -> Layout:
+    """Return the layout of a DSpark drafter of DeepSpec."""
     own = {"architectures": [architecture], "target_layer_ids": [0, 2]}
-    return {**LAYER, **DSPARK_KEYS, **own, **top}
+    return layout({**LAYER, **DSPARK_KEYS, **own, **top}, DSPARK, more=more)
 
 
-def speculators(method: str, layer: Config | None = None, **top: Any) -> Config:
-    """Return the config of a drafter of speculators."""
+def speculators(
+    method: str, layer: Config | None = None, more: Shapes | None = None, **top: Any
+) -> Layout:
+    """Return the layout of a drafter of speculators."""
     names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     verifier = {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
     about = {"algorithm": method, "default_proposal_method": "greedy"}
-    return {
+    config: Config = {
         "architectures": [f"{names[method]}DraftModel"], "speculators_model_type": method,
         "speculators_version": "0.9.0",
         "speculators_config": {**about, "proposal_methods": [proposal], "verifier": verifier},
         "transformer_layer_config": {**LAYER, **(layer or {})}, "draft_vocab_size": VOCAB,
         "block_size": 6, "mask_token_id": 47, "aux_hidden_state_layer_ids": [1, 4], **top,
     }  # fmt: skip
+    return layout(config, SPECULATORS, more=more)
 
 
 META_NAMES = {
@@ -200,19 +209,13 @@ SCALES: Config = {
 }  # fmt: skip
 
 
-def layout(config: Config, *references: str, more: Shapes | None = None) -> Layout:
-    """Return a layout of the backbone and more; tensors without axes are left out."""
-    shapes = {**backbone(), **(more or {})}
-    return Layout(config, {name: shape for name, shape in shapes.items() if shape}, references)
-
-
 def of_speculators(kind: str) -> Layout:
     """Return the layout of a DSpark drafter of speculators with a Markov head of this kind."""
     is_reduced = kind == "gated"
     rows = REDUCED if is_reduced else VOCAB
     keys = {**MARKOV_KEYS, "markov_head_type": kind, "sample_from_anchor": not is_reduced}
     more = {**markov(kind, rows), **(REDUCED_HEAD if is_reduced else {})}
-    return layout(speculators("dspark", draft_vocab_size=rows, **keys), SPECULATORS, more=more)
+    return speculators("dspark", more=more, draft_vocab_size=rows, **keys)
 
 
 WITH_HEAD = {**markov(), **OWN}
@@ -231,40 +234,26 @@ LAYOUTS: dict[str, Layout] = {
     "Meta": Layout(
         META, {META_NAMES.get(name, name): shape for name, shape in backbone().items()}, (VLM,)
     ),
-    "DeepSpec": layout(deepspec(), DSPARK, more=WITH_HEAD),
-    "DeepSpec Gemma 4": layout(
-        deepspec("Gemma4DSparkModel", model_type="gemma4_text", **GEMMA_KEYS),
-        DSPARK,
-        more={**WITH_HEAD, **GEMMA},
+    "DeepSpec": deepspec(WITH_HEAD),
+    "DeepSpec Gemma 4": deepspec(
+        {**WITH_HEAD, **GEMMA}, "Gemma4DSparkModel", model_type="gemma4_text", **GEMMA_KEYS
     ),
-    "NVIDIA": layout(deepspec(**NVIDIA_KEYS), DSPARK, more={**markov(), **SINKS}),
+    "NVIDIA": deepspec({**markov(), **SINKS}, **NVIDIA_KEYS),
     "SpecForge": layout(SPECFORGE_CONFIG, DSPARK, VLM, more=markov()),
     "SpecForge YaRN": layout(
         {**SPECFORGE_CONFIG, "rope_parameters": YARN}, DSPARK, VLM, more=markov()
     ),
     "LFM2.5": layout(LFM, DSPARK, VLM, more=markov()),
-    "Qwen3.5": layout(
-        deepspec("Qwen35DSparkModel", **QWEN_KEYS), DSPARK, more={**WITH_HEAD, **GATED}
+    "Qwen3.5": deepspec({**WITH_HEAD, **GATED}, "Qwen35DSparkModel", **QWEN_KEYS),
+    "speculators DFlash": speculators("dflash", **AFTER),
+    "speculators DFlash at the anchor": speculators("dflash", sample_from_anchor=True),
+    "speculators DFlash 2": speculators("dflash2", more=selector(), **AFTER, **SELECTOR_KEYS),
+    "speculators DFlash sliding": speculators("dflash", SLIDING_LAYERS, **AFTER),
+    "speculators DFlash 2 sliding": speculators(
+        "dflash2", SLIDING_LAYERS, selector(), **AFTER, **SELECTOR_KEYS
     ),
-    "speculators DFlash": layout(speculators("dflash", **AFTER), SPECULATORS),
-    "speculators DFlash at the anchor": layout(
-        speculators("dflash", sample_from_anchor=True), SPECULATORS
-    ),
-    "speculators DFlash 2": layout(
-        speculators("dflash2", **AFTER, **SELECTOR_KEYS), SPECULATORS, more=selector()
-    ),
-    "speculators DFlash sliding": layout(
-        speculators("dflash", SLIDING_LAYERS, **AFTER), SPECULATORS
-    ),
-    "speculators DFlash 2 sliding": layout(
-        speculators("dflash2", SLIDING_LAYERS, **AFTER, **SELECTOR_KEYS),
-        SPECULATORS,
-        more=selector(),
-    ),
-    "speculators DSpark sliding": layout(
-        speculators("dspark", MIXED_LAYERS, sample_from_anchor=True, **MARKOV_KEYS),
-        SPECULATORS,
-        more=markov(),
+    "speculators DSpark sliding": speculators(
+        "dspark", MIXED_LAYERS, markov(), sample_from_anchor=True, **MARKOV_KEYS
     ),
     **{f"speculators DSpark {kind}": of_speculators(kind) for kind in ("vanilla", "gated", "rnn")},
 }
@@ -298,9 +287,9 @@ def tensors(layout: Layout) -> dict[str, NDArray[Any]]:
     return {name: tensor(layout, name) for name in layout.shapes}
 
 
-def states(count: int, taps: int = 2) -> Floats:
-    """Make the target's states of the first tokens, shape (count, taps H)."""
-    return np.stack([draw(f"state {i}", (taps * HIDDEN,)) for i in range(count)])
+def states(count: int) -> Floats:
+    """Make the target's states of the first tokens, shape (count, S H)."""
+    return np.stack([draw(f"state {i}", (TAPPED * HIDDEN,)) for i in range(count)])
 
 
 def target_tables() -> tuple[Floats, Floats]:

@@ -64,14 +64,13 @@ class FakeTarget:
         self.model = self
 
 
-def of_dflash(layout: Layout) -> list[Recorded]:
+def of_dflash(layout: Layout) -> Iterator[Recorded]:
     import mlx.core as mx
 
     package = importlib.import_module("dflash.model_mlx")
     package.snapshot_download = lambda folder, **_: folder
     with written(layout) as folder:
         draft = package.load_draft(folder).bind(FakeTarget())
-    found = []
     for length in LENGTHS:
         masks = [layout.config["dflash_config"]["mask_token_id"]] * (draft.config.block_size - 1)
         block, context = mx.array([[ROOT, *masks]]), mx.array(states(length))[None]
@@ -80,11 +79,10 @@ def of_dflash(layout: Layout) -> list[Recorded]:
         linked = mx.zeros((0,))
         if hasattr(draft, "candidate_selector"):
             linked = draft.candidate_selector.select(hidden, unary, mx.array([ROOT]), 0.0)[0][0]
-        found.append(as_recorded(unary[0], linked))
-    return found
+        yield as_recorded(unary[0], linked)
 
 
-def of_mlx_dspark(layout: Layout) -> list[Recorded]:
+def of_mlx_dspark(layout: Layout) -> Iterator[Recorded]:
     import mlx.core as mx
 
     load = importlib.import_module("mlx_dspark.load").load_drafter
@@ -93,7 +91,6 @@ def of_mlx_dspark(layout: Layout) -> list[Recorded]:
         drafter, config = load(folder, quantize=False)
     drafter.bind_embed(target.embed_tokens)
     drafter.bind_lm_head(target.lm_head)
-    found = []
     for length in LENGTHS:
         caches = drafter.make_ctx_cache()
         drafter.update_context(mx.array(states(length))[None], 0, caches)
@@ -104,11 +101,10 @@ def of_mlx_dspark(layout: Layout) -> list[Recorded]:
         previous = mx.array([ROOT, *CHAIN][: len(unary)])
         linked = unary + drafter.markov_head.step_bias(previous)
         confidence = drafter.confidence_logits(hidden[0], previous)
-        found.append(as_recorded(unary, linked, confidence))
-    return found
+        yield as_recorded(unary, linked, confidence)
 
 
-def of_mlx_vlm(layout: Layout) -> list[Recorded]:
+def of_mlx_vlm(layout: Layout) -> Iterator[Recorded]:
     import mlx.core as mx
 
     is_dspark = "markov_rank" in layout.config
@@ -128,7 +124,6 @@ def of_mlx_vlm(layout: Layout) -> list[Recorded]:
     draft.validate_target_compatibility = lambda model: None
     draft.bind(FakeTarget())
     slot = 0 if is_dspark else 1
-    found = []
     num_masks = config.block_size - 1 - is_dspark  # with the token of the target itself
     for length in LENGTHS:
         block = mx.array([[ROOT] + [config.mask_token_id] * num_masks])
@@ -146,11 +141,10 @@ def of_mlx_vlm(layout: Layout) -> list[Recorded]:
             best = lambda scores: mx.argmax(scores, axis=-1)  # noqa: E731
             select = draft.candidate_selector.select
             linked = select(hidden[:, slot:], unary[None], mx.array([ROOT]), best)[0]
-        found.append(as_recorded(unary, linked, confidence))
-    return found
+        yield as_recorded(unary, linked, confidence)
 
 
-def of_speculators(layout: Layout) -> list[Recorded]:
+def of_speculators(layout: Layout) -> Iterator[Recorded]:
     """Run the training model of speculators, each length as one anchor of a longer text."""
     import torch
 
@@ -168,7 +162,7 @@ def of_speculators(layout: Layout) -> list[Recorded]:
     weights: dict[str, Any] = {"embed_tokens.weight": embedding, "lm_head.weight": head}
     weights |= tensors(layout)
     model.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=False)
-    found, size, slot = [], model.block_size, int(not config.sample_from_anchor)
+    size, slot = model.block_size, int(not config.sample_from_anchor)
     for length in LENGTHS:
         shared.select_anchors = lambda *_, at=length: (torch.tensor([at]), torch.tensor([True]))
         total = length + 2 * size
@@ -184,8 +178,7 @@ def of_speculators(layout: Layout) -> list[Recorded]:
                 max_anchors=1,
             )
             unary, hidden = unary[0, slot:], hidden[0, slot:]
-            found.append(_linked(model, torch, hidden, unary))
-    return found
+            yield _linked(model, torch, hidden, unary)
 
 
 def _linked(model: Any, torch: Any, hidden: Any, unary: Any) -> Recorded:
@@ -211,7 +204,7 @@ def as_recorded(unary: Any, linked: Any, confidence: Any = ()) -> Recorded:
     return Recorded(*(np.array(one, dtype=np.float32) for one in (unary, linked, confidence)))
 
 
-REFERENCES: dict[str, Callable[[Layout], list[Recorded]]] = {
+REFERENCES: dict[str, Callable[[Layout], Iterator[Recorded]]] = {
     block_layouts.ZLAB: of_dflash,
     block_layouts.DSPARK: of_mlx_dspark,
     block_layouts.VLM: of_mlx_vlm,
@@ -223,7 +216,7 @@ def record() -> dict[str, Floats]:
     """Run every reference; raise `AssertionError` where two of one layout disagree."""
     stored: dict[str, Floats] = {}
     for name, layout in block_layouts.LAYOUTS.items():
-        first, *others = (REFERENCES[reference](layout) for reference in layout.references)
+        first, *others = (list(REFERENCES[one](layout)) for one in layout.references)
         for other in others:
             for one, two in zip(first, other, strict=True):
                 for a, b in zip(one, two, strict=True):

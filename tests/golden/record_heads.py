@@ -130,10 +130,7 @@ def _mlx_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> An
     model._lm_head_fn = (
         table.as_linear if clusters is None else lambda rows: clusters(rows, table.weight)
     )
-    shared = {
-        kind: tuple(mx.array(entries[f"{kind} {part}"]) for part in ("keys", "values"))
-        for kind in ("full_attention", "sliding_attention")
-    }
+    shared = {kind: tuple(map(mx.array, pair)) for kind, pair in entries.items()}
     model.set_shared_kv(shared, length)
 
     def step(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,10 +152,7 @@ def _torch_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> 
     assert set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     model.eval()
-    shared = {
-        kind: tuple(torch.from_numpy(entries[f"{kind} {part}"]) for part in ("keys", "values"))
-        for kind in ("full_attention", "sliding_attention")
-    }
+    shared = {kind: tuple(map(torch.from_numpy, pair)) for kind, pair in entries.items()}
 
     def step(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         with torch.no_grad():

@@ -203,7 +203,7 @@ def assistant_tensors(name: str) -> Tensors:
 
 
 def assistant_inputs(length: int) -> tuple[Tensors, np.ndarray]:
-    """Draw entries by kind of attention and part, shape (1, G, length, D), and NUM_DRAFTS inputs.
+    """Draw keys and values by kind of attention, shape (2, 1, G, length, D), and NUM_DRAFTS inputs.
 
     An input is a scaled embedding and a state side by side, shape (2 H,); only the first state is
     read.
@@ -211,9 +211,7 @@ def assistant_inputs(length: int) -> tuple[Tensors, np.ndarray]:
     random = np.random.RandomState(9)
     entries = {}
     for kind, size in (("full_attention", 32), ("sliding_attention", 16)):
-        for part in ("keys", "values"):
-            drawn = random.standard_normal((1, 2, length, size))
-            entries[f"{kind} {part}"] = drawn.astype(np.float32)
+        entries[kind] = random.standard_normal((2, 1, 2, length, size)).astype(np.float32)
     return entries, random.standard_normal((NUM_DRAFTS, 128)).astype(np.float32)
 
 

@@ -14,7 +14,7 @@ from mlx_redrafter.engine import text_comparison
 from mlx_redrafter.engine.text_comparison import Difference, compare_decoding
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -33,15 +33,6 @@ def stock(model: nn.Module) -> list[Scored]:
     return stock_tokens(model, PROMPT, 64)
 
 
-def _stream(model: nn.Module, drafter: Any = RANDOM, **options: Any) -> Any:
-    prompt, tokenizer = options.pop("prompt", PROMPT), options.pop("tokenizer", TOKENIZER)
-    return stream_generate(model, tokenizer, prompt, drafter=drafter, **options)
-
-
-def _tokens(model: nn.Module, drafter: Any = RANDOM, **options: Any) -> list[int]:
-    return [response.token for response in _stream(model, drafter, **options)]
-
-
 def _scripted(stock: list[Scored], accuracy: float = 0.85) -> Scripted:
     return Scripted(ids(stock), VOCAB_SIZE, accuracy)
 
@@ -50,7 +41,7 @@ def _scripted(stock: list[Scored], accuracy: float = 0.85) -> Scripted:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_max_tokens_cuts_inside_a_step(model, stock, max_tokens, shape):
     expected = list(mlx_lm.stream_generate(model, TOKENIZER, PROMPT, max_tokens=max_tokens))
-    found = list(_stream(model, _scripted(stock), max_tokens=max_tokens, **shape))
+    found = list(stream(model, PROMPT, _scripted(stock), max_tokens=max_tokens, **shape))
     _assert_same_responses(expected, found, max_tokens)
 
 
@@ -64,7 +55,8 @@ def test_a_stop_token_cuts_inside_a_step(model, stock, position, shape):
         assert expected[-1].finish_reason == "stop"
         for drafter in (_scripted(stock), None):
             options = {"tokenizer": tokenizer, "max_tokens": limit, **(shape if drafter else {})}
-            _assert_same_responses(expected, list(_stream(model, drafter, **options)), first + 1)
+            found = list(stream(model, PROMPT, drafter, **options))
+            _assert_same_responses(expected, found, first + 1)
 
 
 def _assert_same_responses(
@@ -86,7 +78,7 @@ def _assert_same_responses(
 
 
 def test_unlimited_text_goes_on_past_256_tokens(model):
-    responses = _stream(model, max_tokens=-1)
+    responses = stream(model, PROMPT, RANDOM, max_tokens=-1)
     found = [next(responses).token for _ in range(270)]
     responses.close()
     assert_same_tokens(stock_tokens(model, PROMPT, 270), found)
@@ -109,7 +101,7 @@ def test_text_segments_are_those_of_stock_mlx_lm(stories, prompt):
 
 @pytest.mark.parametrize("as_type", [tuple, mx.array, np.array])
 def test_prompt_may_be_ids_of_any_kind(model, stock, as_type):
-    assert _tokens(model, None, prompt=as_type(PROMPT), max_tokens=5) == ids(stock[:5])
+    assert tokens(model, as_type(PROMPT), max_tokens=5) == ids(stock[:5])
 
 
 @pytest.mark.parametrize("step_size", [1, 3, 2048])
@@ -121,12 +113,12 @@ def test_prefill_in_chunks_reports_progress_as_stock(model, step_size):
     expected = seen[:]
     for drafter in (None, RANDOM):
         seen.clear()
-        assert_same_tokens(stock, _tokens(model, drafter, prompt=prompt, **options))
+        assert_same_tokens(stock, tokens(model, prompt, drafter, **options))
         assert seen == expected
 
 
 def test_statistics_add_up(model, stock):
-    responses = list(_stream(model, _scripted(stock), beam_width=4, max_tokens=50))
+    responses = list(stream(model, PROMPT, _scripted(stock), beam_width=4, max_tokens=50))
     last, stats = responses[-1], responses[-1].stats
     assert last.steps == stats.steps == sum(stats.accepted_counts)
     assert stats.num_tokens == 50
@@ -143,12 +135,12 @@ def test_statistics_add_up(model, stock):
 
 
 def test_plain_decoding_makes_one_token_per_step(model):
-    responses = list(_stream(model, None, max_tokens=5))
+    responses = list(stream(model, PROMPT, max_tokens=5))
     assert [response.tokens_per_step for response in responses] == [None, 1.0, 1.0, 1.0, 1.0]
     assert [response.steps for response in responses] == [0, 1, 2, 3, 4]
     assert not any(response.from_draft for response in responses)
     for drafter in (None, RANDOM):
-        (only,) = _stream(model, drafter, max_tokens=1)
+        (only,) = stream(model, PROMPT, drafter, max_tokens=1)
         assert (only.steps, only.tokens_per_step, only.finish_reason) == (0, None, "length")
         assert only.stats.acceptance_rate_by_depth == []
 
@@ -215,7 +207,7 @@ def test_impossible_options_are_refused_at_the_call(model, options, message):
 )
 def test_impossible_prompts_are_refused(model, prompt, message):
     with pytest.raises(ConfigError, match=message):
-        _stream(model, None, prompt=prompt)
+        stream(model, prompt)
     with pytest.raises(ConfigError, match=f"prompt 1: .*{message}"):
         generate_batch(model, TOKENIZER, [PROMPT, prompt], drafter=None, max_tokens=1)
 
@@ -239,17 +231,17 @@ def test_a_sampler_returns_an_id_outside_the_vocabulary(model, drafter, token):
         return mx.array([token]) if next(steps) > 3 else mx.argmax(log_probs, axis=-1)
 
     with pytest.raises(ConfigError, match="sampler must return token ids from 0 to 63"):
-        _tokens(model, drafter, sampler=sample, max_tokens=40)
+        tokens(model, PROMPT, drafter, sampler=sample, max_tokens=40)
 
 
 def test_functions_that_return_other_things_are_named(model):
     with pytest.raises(ConfigError, match=r"sampler must return one token id per row.*got int"):
-        next(_stream(model, sampler=lambda log_probs: 3))
+        next(stream(model, PROMPT, RANDOM, sampler=lambda log_probs: 3))
     for length, found in ((0, "NoneType"), (3, r"\(1, 3\)")):
         cut = lambda _, logits, end=length: logits[:, :end] if end else None  # noqa: E731
         message = rf"logits_processors\[0\] must return logits of shape .*got {found}"
         with pytest.raises(ConfigError, match=message):
-            next(_stream(model, logits_processors=[cut]))
+            next(stream(model, PROMPT, RANDOM, logits_processors=[cut]))
 
 
 def test_prompt_after_a_full_cache_is_refused(model):
@@ -257,7 +249,7 @@ def test_prompt_after_a_full_cache_is_refused(model):
     stock_tokens(model, [3] * 500, 0, prompt_cache=cache)
     assert cache[0].offset == 500
     with pytest.raises(ConfigError, match=r"has 13 tokens after 500 cached ones.* context is 512"):
-        _stream(model, None, prompt=[3] * 13, prompt_cache=cache)
+        stream(model, [3] * 13, prompt_cache=cache)
 
 
 @pytest.mark.parametrize("drafter", [None, RANDOM], ids=["plain", "drafted"])
@@ -267,7 +259,7 @@ def test_prompt_after_a_full_cache_is_refused(model):
 def test_one_warning_at_the_end_of_the_context(drafter, max_tokens, length, words, caplog):
     """A text without a limit ends there, any other one goes on."""
     model, found = tiny_llama(seed=4, context=12), list[int]()
-    for response in _stream(model, drafter, max_tokens=max_tokens):
+    for response in stream(model, PROMPT, drafter, max_tokens=max_tokens):
         found.append(response.token)
         # Four of the prompt and eight more fit.
         assert max_tokens == -1 or len(caplog.records) == (len(found) > 8)
@@ -286,20 +278,20 @@ def test_drafters_of_other_sizes(model, stock):
         ((65, 32), "vocab_size 65 does not match the target's 64; use a drafter"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            _stream(model, random_drafter(*sizes))
+            stream(model, PROMPT, random_drafter(*sizes))
     # The padding of an embedding may be missing.
     options: dict[str, Any] = {"tokenizer": wrapped_tokenizer(50), "max_tokens": 20}
-    assert_same_tokens(stock[:20], _tokens(model, random_drafter(50, 32), **options))
+    assert_same_tokens(stock[:20], tokens(model, PROMPT, random_drafter(50, 32), **options))
 
 
 def test_more_drafts_than_the_drafter_has_tokens_for_are_refused(model, stock):
     drafter = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=8)
     with pytest.raises(ConfigError, match=r"beam_width must be .* to 8 with the 8 tokens .*got 9"):
-        _stream(model, drafter, beam_width=9)
-    shape = {"beam_width": 4, "beam_length": 3}
+        stream(model, PROMPT, drafter, beam_width=9)
+    options = {"beam_width": 4, "beam_length": 3, "max_tokens": 20}
     with pytest.raises(ConfigError, match=r"tree_nodes must be .* to 17 .*8 tokens.*got 18"):
-        _stream(model, drafter, tree_nodes=18, **shape)
-    assert_same_tokens(stock[:20], _tokens(model, drafter, tree_nodes=17, max_tokens=20, **shape))
+        stream(model, PROMPT, drafter, tree_nodes=18, **options)
+    assert_same_tokens(stock[:20], tokens(model, PROMPT, drafter, tree_nodes=17, **options))
 
 
 @pytest.mark.parametrize("drafter", [None, RANDOM], ids=["plain", "drafted"])
@@ -308,7 +300,7 @@ def test_logits_that_are_no_numbers_after_the_prompt_are_refused(drafter):
     norm: Any = model["model"]["norm"]
     norm.weight[0] = float("nan")
     with pytest.raises(NonFiniteError, match=r"logits after the prompt are NaN; .*bfloat16"):
-        next(iter(_stream(model, drafter)))
+        next(stream(model, PROMPT, drafter))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -326,13 +318,13 @@ def test_logits_that_are_no_numbers_end_the_text_where_they_are(model, stock, va
         "logits_processors": [damage],
         "beam_width": {"scripted": 4, "chain": 1}.get(drafts, "auto"),
     }
-    responses = _stream(model, drafter, **options)
+    responses = stream(model, PROMPT, drafter, **options)
     found = [next(responses).token for _ in range(count)]
     assert_same_tokens(stock[:count], found)
     with pytest.raises(NonFiniteError, match=r"logits in the text are NaN"):
         next(responses)
     # Where the text ends before, nothing is wrong with it.
-    assert len(_tokens(model, drafter, max_tokens=count, **options)) == count
+    assert len(tokens(model, PROMPT, drafter, max_tokens=count, **options)) == count
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 6e3])
@@ -346,19 +338,19 @@ def test_drafts_that_are_no_numbers_change_nothing(model, stock, value, part, se
     for layer in drafter.lm_head if part == "head" else [drafter.rnn_u]:
         inner: Any = getattr(layer, "linear", layer)
         inner.weight = inner.weight * value
-    found = _tokens(model, drafter, max_tokens=15, select=select)
+    found = tokens(model, PROMPT, drafter, max_tokens=15, select=select)
     assert_same_tokens(stock[:15], found)
-    sampled = _tokens(model, drafter, select=select, **sampling)
-    assert sampled == _tokens(model, None, **sampling)
+    sampled = tokens(model, PROMPT, drafter, select=select, **sampling)
+    assert sampled == tokens(model, PROMPT, **sampling)
 
 
 def test_equal_texts_up_to_a_stop_token():
     model = tiny_llama()
-    tokens = ids(stock_tokens(model, PROMPT, 20))
-    for options, stops in (({}, {tokens[4]}), ({"temp": 1.0, "seed": 2}, set())):
+    text = ids(stock_tokens(model, PROMPT, 20))
+    for options, stops in (({}, {text[4]}), ({"temp": 1.0, "seed": 2}, set())):
         tokenizer = wrapped_tokenizer(VOCAB_SIZE, stops)
         found = compare_decoding(model, tokenizer, RANDOM, PROMPT, 20, **options)
-        end = tokens.index(tokens[4]) + 1 if stops else 20
+        end = text.index(text[4]) + 1 if stops else 20
         assert (found.num_tokens, found.difference) == (end, None)
         assert found.tokens_per_step >= 1
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from mlx_redrafter.decoding.sampling import block_size, top_k
 from mlx_redrafter.device_read import to_ints
@@ -17,14 +16,7 @@ from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree, TreeBatch, ancestor_mask
 from tests.helpers.drafts import scored
 from tests.helpers.models import expand, random_drafter
-from tests.helpers.oracles import ancestors, tree_paths
-
-
-@given(st.lists(st.integers(0, 10**6), max_size=40))
-def test_ancestor_mask_marks_every_node_above(draws):
-    parents = [0, *(draw % (n + 1) for n, draw in enumerate(draws))]
-    found = ancestor_mask(mx.array(parents, dtype=mx.int32), len(parents))
-    assert np.array_equal(np.array(found), ancestors(parents))
+from tests.helpers.oracles import tree_paths
 
 
 def _expansion(tokens: Iterable[int], scores: Any, parents: Iterable[int]) -> Expansion:
@@ -136,9 +128,7 @@ def _check(scores: np.ndarray, k: int) -> None:
     values, indices = top_k(mx.array(scores), k)
     expected = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
     assert np.array_equal(np.array(indices), expected)
-    assert np.array_equal(
-        np.array(values), np.take_along_axis(scores, expected, axis=-1), equal_nan=False
-    )
+    assert np.array_equal(np.array(values), np.take_along_axis(scores, expected, axis=-1))
 
 
 @pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 4097, 50257])
@@ -159,16 +149,3 @@ def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities():
     scores[2] = -np.inf
     scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
     _check(scores, 4)
-
-
-@given(
-    scores=arrays.arrays(
-        np.float32,
-        st.tuples(st.integers(1, 3), st.integers(1, 3000)),
-        elements=st.floats(-8, 8, width=16),
-        fill=st.sampled_from([0.0, -1.0]),
-    ),
-    k=st.integers(1, 4),
-)
-def test_any_scores(scores, k):
-    _check(scores, min(k, scores.shape[1]))

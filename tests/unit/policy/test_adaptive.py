@@ -49,32 +49,23 @@ def _scenario(ease: float, costs: StepCosts | None = None, **values: Any) -> Sce
     return Scenario(name="", ease=np.full(4 * TOKENS + LEVELS, ease), costs=costs, **known)
 
 
-def _policy(costs: StepCosts, before: PolicyState | None = None) -> AdaptivePolicy:
-    """Return a policy whose own work takes no time."""
-    return AdaptivePolicy(costs, before, itertools.count(0, 0).__next__)
+class Watched(AdaptivePolicy):
+    """A policy whose own work takes as long each time, by default no time, and its steps."""
 
-
-class Watched:
-    reads_drafts = True
-    least_chance = 0.0
-
-    def __init__(self, policy: AdaptivePolicy):
-        self.policy = policy
+    def __init__(self, costs: StepCosts, before: PolicyState | None = None, work: float = 0):
+        super().__init__(costs, before, itertools.count(0, work).__next__)
         self.steps: list[Step] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
+        self.seconds = 0.0  # of the text, where no step is disturbed
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
-        self.policy.observe(step)
+        super().observe(step)
 
 
 def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -> Watched:
-    state = before and before.policy.state
-    watched = Watched(_policy(scenario.timed, state))
-    run_policy(SimulatedText(scenario), watched, start, start + TOKENS)
-    return watched
+    policy = Watched(scenario.timed, before and before.state)
+    policy.seconds = run_policy(SimulatedText(scenario), policy, start, start + TOKENS)
+    return policy
 
 
 def test_the_regret_of_simulated_texts_is_small():
@@ -103,8 +94,8 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale):
     shares = []
     for seed in range(7, 11):
         scenario = _scenario(1.5, score_scale=scale, seed=seed)
-        text, before = SimulatedText(scenario), _decode(scenario).policy.state
-        policy = _policy(scenario.timed, before)
+        text, before = SimulatedText(scenario), _decode(scenario).state
+        policy = Watched(scenario.timed, before)
         seconds = run_policy(text, policy, TOKENS, 2 * TOKENS)
         plans = DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16)
         best = min(run_fixed(text, plan, TOKENS, 2 * TOKENS) for plan in plans)
@@ -145,11 +136,11 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use():
     for seed in range(7, 13):  # single ones differ by 0.3
         right = _scenario(0.5, costs, seed=seed)
         wrong = _scenario(0.5, costs, timed=timed, seed=seed)
-        first = _decode(wrong)
+        first, undisturbed = _decode(wrong), _decode(right)
         assert any(step.num_nodes == 24 for step in first.steps[:8]), "the timing misleads"
-        assert first.policy.state.ratios.of(24) > 2
-        firsts.append(_seconds(wrong) / _seconds(right))
-        both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
+        assert first.state.ratios.of(24) > 2
+        firsts.append(first.seconds / undisturbed.seconds)
+        both = _decode(wrong, first, TOKENS), _decode(right, undisturbed, TOKENS)
         taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
         seconds.append(taken / known)
     assert np.mean(firsts) < 1.18
@@ -175,11 +166,9 @@ def test_a_machine_that_has_become_slower_is_used_as_well():
 def test_a_slow_learner_still_learns():
     """Learning takes half a step's time here; without it, the text before decides for ever."""
     easy, hard = _scenario(2.0), _scenario(-4.0)
-    clock = itertools.count(0, 0.5).__next__
-    policy = AdaptivePolicy(hard.timed, _decode(easy).policy.state, clock)
-    watched = Watched(policy)
-    run_policy(SimulatedText(hard), watched, 0, 2 * TOKENS)
-    assert np.mean([step.num_nodes for step in watched.steps[-60:]]) < 1.5
+    policy = Watched(hard.timed, _decode(easy).state, work=0.5)
+    run_policy(SimulatedText(hard), policy, 0, 2 * TOKENS)
+    assert np.mean([step.num_nodes for step in policy.steps[-60:]]) < 1.5
 
 
 @pytest.mark.parametrize(
@@ -188,14 +177,9 @@ def test_a_slow_learner_still_learns():
 def test_drafting_that_was_timed_as_free_is_corrected_in_use(curve, level, ease):
     costs = _costs(curve, level)
     timed = replace(costs, level=dict.fromkeys(costs.level, 0.0), wait=0.0)
-    right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
-    assert any(step.plan is not None for step in _decode(wrong).steps[:20]), "the timing misleads"
-    assert _seconds(wrong) < 1.35 * _seconds(right), "uncorrected, 2 to 5 times as long"
-
-
-def _seconds(scenario: Scenario) -> float:
-    policy = _policy(scenario.timed)
-    return run_policy(SimulatedText(scenario), policy, 0, TOKENS)
+    right, wrong = _decode(_scenario(ease, costs)), _decode(_scenario(ease, costs, timed=timed))
+    assert any(step.plan is not None for step in wrong.steps[:20]), "the timing misleads"
+    assert wrong.seconds < 1.35 * right.seconds, "uncorrected, 2 to 5 times as long"
 
 
 def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time():
@@ -215,11 +199,11 @@ def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time():
 
 
 def test_shapes_say_what_was_taken_and_what_it_gave():
-    watched = _decode(_scenario(1.0))
-    found = watched.policy.shapes()
+    policy = _decode(_scenario(1.0))
+    found = policy.shapes()
     assert found[0].plan is None
-    assert sum(one.steps for one in found) == len(watched.steps)
-    assert sum(one.tokens for one in found) == sum(len(step.tokens) for step in watched.steps)
+    assert sum(one.steps for one in found) == len(policy.steps)
+    assert sum(one.tokens for one in found) == sum(len(step.tokens) for step in policy.steps)
     assert sum(one.expected_tokens for one in found) == pytest.approx(
         sum(one.tokens for one in found), rel=0.3
     )
@@ -239,18 +223,17 @@ def test_a_chain_in_use_shows_what_a_tree_would_get():
     """The prior says that trees are no better; the third child is right as often as the first."""
     before = PolicyState()
     before.drafts.mean[1] = before.drafts.mean[0]
-    policy = _policy(_costs("linear"), before)
-    watched = Watched(policy)
-    run_policy(SimulatedText(_scenario(0.7, _costs("linear"))), watched, 0, TOKENS)
-    shapes = [step.plan.shape.width for step in watched.steps if step.plan is not None]
+    policy = Watched(_costs("linear"), before)
+    run_policy(SimulatedText(_scenario(0.7, _costs("linear"))), policy, 0, TOKENS)
+    shapes = [step.plan.shape.width for step in policy.steps if step.plan is not None]
     assert 2 in shapes
 
 
 def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone():
-    before = _decode(_scenario(2.0)).policy.state
+    before = _decode(_scenario(2.0)).state
     weights, mean, ratios = before.calibration.weights, before.drafts.mean, before.ratios
     known = {size: ratios.of(size) for size in SIZES}
-    policy = _policy(_costs("linear"), before)
+    policy = Watched(_costs("linear"), before)
     assert (policy.state.calibration.weights == weights).all()
     run_policy(SimulatedText(_scenario(-2.0, _costs("linear"))), policy, 0, TOKENS)
     assert policy.state.drafts.mean.max() < before.drafts.mean.max()
@@ -260,7 +243,7 @@ def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it
 
 def test_a_guard_turns_drafts_in_flight_into_a_plain_step():
     """The second step is chosen before the first one's cost is known, and not verified."""
-    policy = _policy(_costs())
+    policy = Watched(_costs())
     tree = _tree(0.9, 0.8, 0.7)
     first: Any = policy.choose(None)
     policy.select(first, tree)
@@ -284,7 +267,7 @@ def test_sequences_of_96_tokens_lose_little_where_nothing_pays(ease, curve, leve
     scenario = _scenario(ease, _costs(curve, level), score_scale=scale)
     text, before, speeds = SimulatedText(scenario), None, []
     for start in range(0, 4 * 96, 96):
-        policy = _policy(scenario.timed, before)
+        policy = Watched(scenario.timed, before)
         seconds = run_policy(text, policy, start, start + 96, seed=start)
         speeds.append(run_fixed(text, None, start, start + 96) / seconds)
         before = policy.conclude()
@@ -345,7 +328,7 @@ def test_empty_lookups_are_not_charged_for_the_plain_step_after_them():
 
 def test_drafts_that_were_read_in_vain_cost_more_than_shadow_drafts():
     """Plain steps and shadow drafts hide the host's work, which the others do not."""
-    planner = _policy(_costs(wait=0.0))._planner
+    planner = Watched(_costs(wait=0.0))._planner
     timed = planner._costs.timed(SHORTEST, 1, waits=False)
     for seconds, waits in 20 * [(timed, False), (1.5 * timed, True)]:
         step = Step(SHORTEST, 1, [1], seconds)

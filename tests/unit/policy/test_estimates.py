@@ -282,10 +282,10 @@ def test_current_costs_are_timed_ones_times_ratios():
     assert not plans.CurrentCosts(StepCosts(1.0, COSTS.verify)).offered.any(), "no network"
 
 
-def _measured(seconds: float = 1.0) -> Guard:
-    guard = Guard(seconds)
+def _measured() -> Guard:
+    guard = Guard(1.0)
     for _ in range(2):
-        guard.learn_plain(seconds)
+        guard.learn_plain(1.0)
     return guard
 
 

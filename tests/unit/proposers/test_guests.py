@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 from tests.helpers.flights import flight_of
-from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.oracles import assert_scores, paths_of
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
@@ -306,9 +305,6 @@ def test_contexts_of_another_model_are_refused():
     lookup.check_fit(target, None)
 
 
-TEXTS = st.lists(st.integers(0, 3), min_size=2, max_size=60)
-
-
 def _row(first: int) -> bytes:
     tokens = range(first, first + NUM_BEST)
     return pack(f"{NUM_BEST}i{NUM_BEST}f", *tokens, *[-0.5 * i for i in range(NUM_BEST)])
@@ -329,7 +325,7 @@ def _length_before(text: Sequence[int], position: int, end: int) -> int:
     return length
 
 
-@given(TEXTS)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60))
 def test_matches_are_occurrences_of_the_newest_tokens(text):
     table = _table_of(text)
     end = len(text)
@@ -390,24 +386,21 @@ def test_the_table_is_bounded_and_forgets_the_oldest():
 
 
 VOCAB_SIZE = 64
+MODEL = tiny_llama(seed=3)
 PROMPT = [5, 17, 3, 60, 9]
 SEARCH = DraftPlan.of(2, 5, 9)
 
 
-def _open_model(
-    model: nn.Module, prompt: Sequence[int] = PROMPT, cached: Sequence[Any] = ()
-) -> Any:
-    proposer = DraftModel(model, None)
-    return proposer.open(Target(model), prompt, True, cached)
+def _open_model(prompt: Sequence[int], cached: Sequence[Any] = ()) -> Any:
+    return DraftModel(MODEL, None).open(Target(MODEL), prompt, True, cached)
 
 
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 7))
 @settings(max_examples=25)
 def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(seed, steps):
     rng = random.Random(seed)
-    model = MODELS["llama"]
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
-    text, drafting, tree = list(prompt), _open_model(model, prompt), None
+    text, drafting, tree = list(prompt), _open_model(prompt), None
     for _ in range(steps):
         length = len(text) - 1  # committed before the root of the pass
         # What the pass verified: these drafts, or those of another proposer after a skip.
@@ -426,16 +419,12 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(seed, step
             plan = DraftPlan(shape, min(rng.choice((2, 4, 12)), shape.max_nodes))
             with patch.object(draft_model, "READ_STEP_SIZE", 3):  # texts are read in chunks
                 tree = drafting.propose(flight, plan, None)
-            assert_scores(model, text, tree, 2e-4)
-
-
-MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}
+            assert_scores(MODEL, text, tree, 2e-4)
 
 
 def test_a_shared_cache_holds_the_text_in_the_end():
-    model = MODELS["llama"]
-    cached = make_prompt_cache(model)
-    drafting = _open_model(model, PROMPT, cached)
+    cached = make_prompt_cache(MODEL)
+    drafting = _open_model(PROMPT, cached)
     drafting.propose(flight_of([PROMPT[-1]], 0, 30, len(PROMPT) - 1), SEARCH, None)
     assert all(layer.is_plain for layer in drafting.cache.layers), "attention has two parts"
     flight = flight_of([30, 31, 32], 2, 33, len(PROMPT))
@@ -444,7 +433,7 @@ def test_a_shared_cache_holds_the_text_in_the_end():
     for length in (len(PROMPT) + 5, len(PROMPT) + 4, len(PROMPT) + 2):
         drafting.trim_to(length)
         text = [*PROMPT, 30, 31, 32, 33, 34][:length]
-        assert_same_rows(cached, prefilled(model, text))
+        assert_same_rows(cached, prefilled(MODEL, text))
 
 
 def test_equal_ids_fit_whatever_the_size_of_the_head():
@@ -462,14 +451,13 @@ def test_other_ids_are_refused_with_the_first_difference():
     vocab: dict[str, int] = wrapped_tokenizer(VOCAB_SIZE).get_vocab()
     exchanged = {**vocab, "A": vocab["B"], "B": vocab["A"]}
     shifted: Any = SimpleNamespace(get_vocab=lambda: exchanged)
-    proposer = DraftModel(MODELS["llama"], shifted)
-    first, target = ord("A") - 31, Target(MODELS["llama"])
+    proposer = DraftModel(MODEL, shifted)
+    first, target = ord("A") - 31, Target(MODEL)
     with pytest.raises(CheckpointError, match=f"id {first} is 'B' for the draft model and 'A' for"):
         proposer.check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
-    with pytest.raises(
-        ConfigError, match="tokenizer must be the draft model's tokenizer, got None"
-    ):
-        DraftModel(MODELS["llama"], None).check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
+    message = "tokenizer must be the draft model's tokenizer, got None"
+    with pytest.raises(ConfigError, match=message):
+        DraftModel(MODEL, None).check_fit(target, wrapped_tokenizer(VOCAB_SIZE))
 
 
 def test_texts_that_no_lookup_pays_for_are_indexed_when_one_may():
@@ -491,10 +479,8 @@ def test_texts_that_no_lookup_pays_for_are_indexed_when_one_may():
 def test_a_text_that_is_indexed_at_once_is_like_one_that_came_token_by_token(size):
     rng = random.Random(size)
     text = [rng.randrange(1, 9) for _ in range(size)] + list(range(1, 9)) * 2
-    at_once, one_by_one = Contexts(text), Contexts()
+    at_once, one_by_one = Contexts(text), _table_of(text)
     at_once.index()
-    for token in text:
-        one_by_one.add(token)
     assert at_once.tokens == one_by_one.tokens
     assert at_once.end.key == one_by_one.end.key
     assert at_once.end.matches[0][0] == one_by_one.end.matches[0][0]

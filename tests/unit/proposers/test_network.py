@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
@@ -19,7 +20,6 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.precision import PAIRS, Pair, quantised_copy
 from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import oracles
 from tests.helpers.models import expand, random_drafter, tiny_llama
 from tests.helpers.oracles import NumpyDrafter, paths_of, tree_paths
@@ -301,42 +301,31 @@ def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter, target):
 
 
 def _bits_of(drafter: Drafter) -> int | None:
-    found = quantization_of(drafter)
-    return None if found is None else found["bits"]
+    return (quantization_of(drafter) or {}).get("bits")
 
 
 ROOT_TOKEN = 11
-
+ROOT = mx.array([ROOT_TOKEN])
 WIDTHS_AND_LENGTHS = [(1, 2), (1, 16), (2, 3), (3, 5), (4, 5), (7, 4), (16, 6), (64, 2), (64, 3)]
 
 
-def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.array]:
+def _context(seed: int, vocab_size: int) -> tuple[mx.array, mx.array]:
     """An input embedding, shape (V, H), and a hidden state, shape (H,)."""
     keys = mx.random.split(mx.random.key(seed), 2)
     embedding = mx.random.normal((vocab_size, HIDDEN_SIZE), key=keys[0])
     return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
 
 
-def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, oracles.Search]:
+def _expand(drafter: Drafter, shape: DraftShape, seed: int = 0) -> Expansion:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), shape)
-    exact = (np.array(one, dtype=np.float64) for one in (embedding, hidden))
+    return expand(drafter, lambda ids: embedding[ids], hidden, ROOT, shape)
+
+
+def _literal(drafter: Drafter, shape: DraftShape, seed: int) -> oracles.Search:
+    context = _context(seed, drafter.config.vocab_size)
+    exact = (np.array(one, dtype=np.float64) for one in context)
     sizes = ROOT_TOKEN, shape.width, shape.length
-    return expansion, oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
-
-
-def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
-    tokens: list[int] = np.array(expansion.tokens).tolist()
-    parents: list[int] = np.array(expansion.parents).tolist()
-    paths = paths_of([ROOT_TOKEN, *tokens], [0, *(parent + 1 for parent in parents)])[1:]
-    return dict(zip(paths, np.array(expansion.scores).tolist(), strict=True))
-
-
-def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
-    embedding, hidden = _context(seed, drafter.config.vocab_size)
-    root = mx.array([ROOT_TOKEN])
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, plan.shape)
-    return build_tree(expansion, root, plan)
+    return oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
 
 
 @pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
@@ -346,8 +335,11 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
     sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
     drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
     assert ("input_proj" in drafter) == (length % 3 != 1)
-    expansion, literal = _expand(drafter, DraftShape(width, length), seed=width)
-    found = _scored_paths(expansion)
+    search = drafter, DraftShape(width, length), width
+    literal, expansion = _literal(*search), _expand(*search)
+    parents = [0, *(parent + 1 for parent in to_ints(expansion.parents))]
+    paths = paths_of([ROOT_TOKEN, *to_ints(expansion.tokens)], parents)[1:]
+    found = dict(zip(paths, to_floats(expansion.scores), strict=True))
     assert found.keys() == literal.scores.keys()
     per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
     assert len(found) == per_level * (length - 1)
@@ -360,9 +352,8 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
 def test_beam_selection_is_the_dedup_of_the_beams(width, length, seed):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
     shape = DraftShape(width, length, "beam")
-    expansion, literal = _expand(drafter, shape, seed)
-    tokens, parents = oracles.dedup_and_pack(np.array(literal.beams))
-    tree = merge_beams(expansion, mx.array([ROOT_TOKEN]), shape)
+    tokens, parents = oracles.dedup_and_pack(np.array(_literal(drafter, shape, seed).beams))
+    tree = merge_beams(_expand(drafter, shape, seed), ROOT, shape)
     assert set(tree_paths(tree)) == set(paths_of(tokens, parents))
     assert tree.num_nodes == len(tokens)
     assert tree.num_nodes <= tree.tokens.shape[0] <= shape.max_nodes
@@ -374,10 +365,10 @@ def test_top_n_selection_is_the_n_best_nodes(width, length, nodes):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
     largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
     plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
-    expansion, literal = _expand(drafter, plan.shape, seed=4)
-    best = sorted(literal.scores, key=lambda path: -literal.scores[path])
+    scores = _literal(drafter, plan.shape, seed=4).scores
+    best = sorted(scores, key=lambda path: -scores[path])
     assert plan.options["tree_nodes"] is not None
-    tree = build_tree(expansion, mx.array([ROOT_TOKEN]), plan)
+    tree = build_tree(_expand(drafter, plan.shape, seed=4), ROOT, plan)
     assert set(tree_paths(tree)) == {(ROOT_TOKEN,), *best[: plan.num_nodes - 1]}
     assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
 
@@ -391,15 +382,12 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(select, value, where):
     rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
     head.weight[:rows] = value
     plan = DraftPlan.of(4, 4, select=select)
-    embedding, hidden = _context(0)
-    expansion = expand(
-        drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), plan.shape
-    )
+    expansion = _expand(drafter, plan.shape)
     scores = np.array(expansion.scores)
     assert np.isfinite(scores).all()
     parents = np.array(expansion.parents)
     assert (scores[parents >= 0] <= scores[parents[parents >= 0]]).all()
-    paths = tree_paths(_tree(drafter, plan, seed=0))
+    paths = tree_paths(build_tree(expansion, ROOT, plan))
     assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
 
 
@@ -407,6 +395,7 @@ def test_head_over_part_of_the_vocabulary_proposes_its_token_ids():
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=6)
     allowed = [60, 2, 33, 41, 7, 19]
     drafter.token_ids = mx.array(allowed, dtype=mx.int32)
-    tree = _tree(drafter, DraftPlan.of(3, 4, 12), seed=0)
+    plan = DraftPlan.of(3, 4, 12)
+    tree = build_tree(_expand(drafter, plan.shape), ROOT, plan)
     drafts = {token for path in tree_paths(tree) for token in path[1:]}
     assert set() < drafts <= set(allowed)

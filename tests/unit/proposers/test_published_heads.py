@@ -60,18 +60,16 @@ from tests.property.test_lossless_networks import PROMPT, TREE, tip
 from tests.property.test_lossless_networks import assistant as new_assistant
 
 CLUSTERED = "assistant with clusters"
-MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
 
 
 @pytest.fixture(params=ASSISTANTS)
-def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
-    name = request.param
-    return load_assistant(write(tmp_path, assistant_tensors(name), ASSISTANTS[name]))
+def assistant(request: pytest.FixtureRequest) -> Any:
+    return new_assistant(None, request.param)
 
 
 def test_the_copied_entries_are_the_targets(assistant, monkeypatch):
     """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
-    model = MODELS["gemma4_text"]
+    model = build(tiny_config("gemma4_text"))
     full, sliding, _ = assistant.captured_layers(Target(model))
     stock, cache = make_prompt_cache(model), make_prompt_cache(model)
     own = make_prompt_cache(assistant)
@@ -97,8 +95,6 @@ def test_the_copied_entries_are_the_targets(assistant, monkeypatch):
 
 def test_other_targets_are_refused(assistant):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    with pytest.raises(CheckpointError, match="hidden_size 64 does not match the target's 32"):
-        assistant.check_fit(Target(tiny_llama(vocab_size=VOCAB_SIZE)), tokenizer)
     with pytest.raises(UnsupportedTargetError, match="expected a Gemma 4 target with full_att"):
         assistant.check_fit(Target(build(tiny_config("llama"))), tokenizer)
     narrow = build({**tiny_config("gemma4_text"), "head_dim": 8})
@@ -207,8 +203,8 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(name, reference,
     entries, inputs = published_heads.assistant_inputs(length)
     rows = mx.arange(length)
     contexts = [
-        (*(mx.array(entries[f"{kind}_attention {part}"]) for part in ("keys", "values")), seen)
-        for kind, seen in (("full", rows >= 0), ("sliding", rows > length - 8))
+        (*map(mx.array, entries[kind]), seen)
+        for kind, seen in ((FULL, rows >= 0), (SLIDING, rows > length - 8))
     ]
     state = mx.array(inputs[:1, 64:])
     for row, wanted in zip(inputs, expected, strict=True):
@@ -252,6 +248,13 @@ def test_what_is_written_is_read_back(kind, bits, tmp_path):
     assert again.config == network.config
     assert quantization_of(again) == quantization_of(network)
     assert_same_weights(again, network)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_targets_of_other_sizes_are_refused(kind):
+    target, tokenizer = Target(tiny_llama(vocab_size=99)), wrapped_tokenizer(99)
+    with pytest.raises(CheckpointError, match="size 64 does not match the target's"):
+        NETWORKS[kind]().check_fit(target, tokenizer)
 
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]

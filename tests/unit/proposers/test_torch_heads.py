@@ -174,8 +174,6 @@ def test_heads_for_other_models_are_refused(tmp_path):
     proposer.check_fit(Target(MODEL), tokenizer)
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 0 .* found 2"):
         proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
-    with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
-        proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
 
 def test_tensors_of_other_forms_are_named(tmp_path):
@@ -205,12 +203,12 @@ LAYERS = (0, 1, 1, -1)
 SHORT_PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4), DraftPlan.of(3, 2, 4)]
 
 
-def new_network(seed: int = 0, **changes: Any) -> SpecFormer:
+def new_network(**changes: Any) -> SpecFormer:
     """A random one, whose norms are not trivial."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "vocab_size": VOCAB}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
     values = {**sizes, **heads, "captured_layers": LAYERS, "num_slots": SLOTS, **changes}
-    mx.random.seed(seed)
+    mx.random.seed(0)
     network = SpecFormer(SpecFormerConfig(**values))
     network.apply(lambda x: x + 0.2 * mx.random.normal(x.shape))
     mx.eval(network.parameters())
@@ -236,8 +234,7 @@ def test_slots_are_those_of_the_equations_whatever_the_steps_before():
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
-    network = new_network()
-    save_drafter(network, tmp_path)
+    save_drafter(new_network(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for changes, message in (
         ({"num_slots": 0}, "num_slots must be"),
@@ -252,17 +249,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(CheckpointError, match=message):
             load_specformer(tmp_path)
-    network.positional.bias = network.positional.bias * mx.inf
-    save_drafter(network, tmp_path)
-    with pytest.raises(RedrafterError, match=r"NaN or infinite weights in positional\.bias"):
-        load_specformer(tmp_path)
 
 
 def test_other_targets_are_refused():
     tokenizer = wrapped_tokenizer(VOCAB, set())
-    wide = new_network(hidden_size=64, captured_layers=(0, 1))
-    with pytest.raises(CheckpointError, match="hidden_size 64 does not match"):
-        wide.check_fit(Target(MODEL), tokenizer)
     deep = new_network(captured_layers=(0, 9))
     with pytest.raises(UnsupportedTargetError, match="expected inputs of layers 0 to 2 "):
         deep.check_fit(Target(MODEL), tokenizer)

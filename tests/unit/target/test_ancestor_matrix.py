@@ -77,10 +77,6 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     return read[0], BranchStates(state, keys, updates, log_decays)
 
 
-def state_after(branches: BranchStates, path: list[int]) -> mx.array:
-    return branches.array_after(Paths([path], len(PARENTS)))[0]
-
-
 @pytest.mark.parametrize("length", [16, 52])
 def test_keys_that_are_alike(length):
     """The powers of the system's matrix are large then, its inverse is not."""
@@ -109,4 +105,5 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta):
         if np.isnan(value):
             assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
         assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
-        assert mx.all(mx.isfinite(state_after(branches, [0, 1, 4]))).item()
+        state = branches.array_after(Paths([[0, 1, 4]], len(PARENTS)))
+        assert mx.all(mx.isfinite(state)).item()
