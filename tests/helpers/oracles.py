@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
@@ -24,7 +24,7 @@ class NumpyDrafter:
 
     def __init__(self, drafter: Drafter):
         self.config = drafter.config
-        leaves = dict(tree_flatten(drafter.parameters()))
+        leaves = named_parameters(drafter)
         self.weights = {name: np.array(leaf, dtype=np.float64) for name, leaf in leaves.items()}
 
     def start(self) -> Array:

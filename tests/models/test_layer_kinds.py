@@ -8,6 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
@@ -88,7 +89,7 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone():
     model = build(tiny_config("mamba2"))  # attention to rows of NaN spoils all nodes
     tree = branching_tree()
     expected = decode_paths(model, tree).logits
-    table = dict(tiny_models.flat_parameters(model))["backbone.embeddings.weight"]
+    table = named_parameters(model)["backbone.embeddings.weight"]
     table[41] = mx.nan  # node 2
     found = verify_after_prompt(Target(model), tree).logits
     below = mx.array([2, 5, 10])

@@ -7,13 +7,14 @@ the trees of the tests lie across it.
 
 import json
 import math
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.utils import _get_classes
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 
 Config = dict[str, Any]
@@ -341,13 +342,9 @@ def build(config: Config, seed: int = 0) -> nn.Module:
     return model
 
 
-def flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-
-
 def _random_weights(model: nn.Module, key: mx.array) -> list[tuple[str, mx.array]]:
     weights = []
-    for name, value in flat_parameters(model):
+    for name, value in named_parameters(model).items():
         key, here = mx.random.split(key)
         noise = mx.random.normal(value.shape, key=here)
         if value.dtype == mx.uint32:
