@@ -21,7 +21,7 @@ from mlx_redrafter.machines.splitting import split
 from mlx_redrafter.target.caches.stored_cache import has_states
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import PROMPT, ScriptedDrafts, sequence_of, step_together
+from tests.models.trees import PROMPT, DraftsOnDevice, sequence_of, step_together
 
 # Families that mlx-lm splits and trees work on; it cannot split prism_hadamard_qwen35.
 FAMILIES = (
@@ -61,7 +61,8 @@ def write(
     target: Target, prompt: list[int], count: int, temp: float, right: Any = None, chunk: int = 5
 ) -> Any:
     """Tokens of a text, and its steps; with drafts around the text ``right`` if it is given."""
-    drafts, params = right and ScriptedDrafts(right), SamplingParams(temp=temp, seed=7)
+    drafts = right and DraftsOnDevice([*prompt, *right])
+    params = SamplingParams(temp=temp, seed=7)
     options = {"max_tokens": count, "prefill_step_size": chunk}
     sequence = sequence_of(target, prompt, drafts, params, **options)
     return [token.id for token in decode(sequence)], sequence.delivery.stats.steps
@@ -88,7 +89,7 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
     """Tokens of texts that share their passes, the last with drafts; the second is cancelled."""
     scheduler, sequences = Scheduler(target), []
     for number, (prompt, right) in enumerate(zip(PROMPTS, texts, strict=True)):
-        drafts = ScriptedDrafts(right) if number else None
+        drafts = DraftsOnDevice([*prompt, *right]) if number else None
         params = SamplingParams(temp=temp, seed=7)
         sequences.append(sequence_of(target, prompt, drafts, params, max_tokens=count))
     scheduler.begin(sequences)

@@ -133,10 +133,9 @@ def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
 
     target = Target(model)
     cache = target.caches.new()
-    drafts: Any = trees.ScriptedDrafts(stock)
+    drafts = trees.DraftsOnDevice([*PROMPT, *stock])
     if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
-        drafts = trees.DraftsOnDevice([*PROMPT, *stock], is_chain=False)
     followed = trees.Followed(monkeypatch)
     options = {"cache": cache, "max_tokens": NUM_TOKENS, "keeps_cache": True}
     text = trees.sequence_of(target, PROMPT, drafts, **options)
