@@ -5,6 +5,7 @@ import itertools
 import random
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -282,13 +283,7 @@ def test_a_text_that_is_closed_after_another_has_begun_in_chunks(name):
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
     """Interrupt after ``number`` calls of a method."""
-    calls = itertools.count()
-
-    def stop(*_: Any) -> None:
-        if next(calls) == number:
-            raise KeyboardInterrupt
-
-    at_call(patch, owner, name, stop)
+    at_call(patch, owner, name, Mock(side_effect=KeyboardInterrupt), number + 1)
 
 
 def assert_interrupted(
