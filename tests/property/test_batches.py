@@ -49,33 +49,29 @@ def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("drafter", ["trained", "lookup"])
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [("trained", {}), ("trained", {"beam_width": 2, "beam_length": 5}), ("lookup", {})],
+)
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
-def test_good_drafts(drafter, sampling):
+def test_good_drafts(drafter, shape, sampling):
+    """With fixed shapes, those of a batch are as good as those of each text alone."""
     model, tokenizer, trained = load_once()
     engine = Engine(model, tokenizer, trained if drafter == "trained" else drafter)
-    alone = [list(engine.stream(prompt, max_tokens=14, **sampling)) for prompt in BEGINNINGS]
+    options: dict[str, Any] = {"max_tokens": 30 if shape else 14, **shape, **sampling}
+    alone = [list(engine.stream(prompt, **options)) for prompt in BEGINNINGS]
     together: list[list[Any]] = [[] for _ in BEGINNINGS]
-    for number, response in engine.stream_batch(BEGINNINGS, max_tokens=14, **sampling):
+    for number, response in engine.stream_batch(BEGINNINGS, **options):
         together[number].append(response)
     for found, expected in zip(together, alone, strict=True):
         assert [one.token for one in found] == [one.token for one in expected]
         assert "".join(one.text for one in found) == "".join(one.text for one in expected)
         for one, other in zip(found, expected, strict=True):
             assert mx.allclose(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+        if shape:
+            assert found[-1].steps == expected[-1].steps
     if drafter == "trained":
         assert min(found[-1].steps for found in together) < 13, "some drafts were accepted"
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
-def test_the_drafts_of_a_batch_are_as_good_as_those_of_each_text(sampling):
-    model, tokenizer, trained = load_once()
-    engine = Engine(model, tokenizer, trained)
-    options: dict[str, Any] = {"max_tokens": 30, "beam_width": 2, "beam_length": 5, **sampling}
-    alone = [list(engine.stream(prompt, **options))[-1].steps for prompt in BEGINNINGS]
-    batch = engine.stream_batch(BEGINNINGS, **options)
-    together = {number: response.steps for number, response in batch}
-    assert [together[number] for number in range(len(BEGINNINGS))] == alone
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
@@ -290,8 +286,7 @@ def test_processors_that_promote_a_dtype(options):
 
 def test_prompts_share_passes_until_they_end(monkeypatch):
     engine = Engine(MODEL, TOKENIZER, None)
-    rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    prompts = [list(range(length)) for length in (40, 9, 33, 1, 10, 30, 21)]
     expected = [engine.generate(prompt, max_tokens=8) for prompt in prompts]
     shapes = _watch_passes(monkeypatch)
     stream = engine.stream_batch(prompts, batch_size=7, max_tokens=8, prefill_step_size=48)
@@ -306,8 +301,7 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
 ):
     """Sooner if each costs the nodes of a tree."""
     engine = Engine(MODEL, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if shape else None)
-    rng = random.Random(4)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(8)]
+    prompts = [list(range(number, number + 9)) for number in range(8)]
     expected = [engine.generate(prompt, max_tokens=30) for prompt in prompts]
     shapes = _watch_passes(monkeypatch)
     shared = engine.share()
@@ -336,17 +330,10 @@ def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was():
 
 
 def test_texts_cancelled_while_they_begin_end(monkeypatch):
-    engine, calls = Engine(MODEL, TOKENIZER, None), 0
+    engine, shapes = Engine(MODEL, TOKENIZER, None), _watch_passes(monkeypatch)
     stream = engine.stream_batch([[5] * 40, [6] * 40], max_tokens=8, prefill_step_size=8)
-
-    def count(*_: Any, **options: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            stream.cancel()
-
-    at_call(monkeypatch, type(MODEL), "__call__", count)
-    assert (list(stream), calls) == ([], 3)
+    at_call(monkeypatch, type(MODEL), "__call__", lambda *_, **options: stream.cancel(), 3)
+    assert (list(stream), len(shapes)) == ([], 3)
 
 
 def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch):
