@@ -2,9 +2,7 @@
 
 import json
 import logging
-import random
 from inspect import unwrap
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,15 +10,13 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.kernels import small_t, tree_attention, trials
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
-from mlx_redrafter.kernels.small_t import as_integers, source_of
+from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial, Times, use_kernels
 from mlx_redrafter.kernels.variant import (
@@ -35,12 +31,11 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from mlx_redrafter.proposers.draft_model import DraftModel
-from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
-from tests.helpers.drafts import Scripted, grow, make_tree
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, tokens
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
-from tests.helpers.oracles import node_paths
+from tests.helpers.models import quantize_wide, tiny_llama, wrapped_tokenizer
+from tests.helpers.oracles import are_equal, logits_of_tree
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
 from tests.kernels.stand_in import (
@@ -109,14 +104,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantised_model(head_size: int = 8) -> nn.Module:
-    """A tiny model in float16 and 4 bits but where there are not 32 inputs."""
+    """A tiny model in float16, and in 4 bits where there are whole groups of inputs."""
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=head_size)
     model.set_dtype(mx.float16)
-
-    def fits(_: str, module: Any) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] == 32
-
-    nn.quantize(model, 32, 4, class_predicate=fits)
+    quantize_wide(model)
     mx.eval(model.parameters())
     return model
 
@@ -140,35 +131,9 @@ def dense_model() -> nn.Module:
     return model
 
 
-def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixShape, nn.Module]:
-    layer = nn.QuantizedLinear(inputs, outputs, group_size=32, bits=number)
-    return MatrixShape(number, 32, "float32", inputs, outputs), layer
-
-
-def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
-    """Bits of the logits of a tree's nodes, at once or, to ``follow``, token by token."""
-    target, text = Target(model), mx.array([1, 5, 9])
-    tokens, parents = grow(random.Random(0), 6, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
-
-    def start() -> Any:
-        cache = target.caches.new()
-        prefill(target, text, cache, 512)
-        return cache
-
-    if not follow:
-        logits = target.verify(make_tree(tokens, parents, 4), start()).logits
-        return [as_integers(row) for row in logits[: len(tokens)]]
-    found = []
-    for path in node_paths(parents):
-        cache = start()
-        for above in path:
-            logits = target.advance(mx.array([tokens[above]]), cache).logits
-        found.append(as_integers(logits[0]))
-    return found
-
-
-def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
-    return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
+def _layer(number: int) -> tuple[MatrixShape, nn.Module]:
+    layer = nn.QuantizedLinear(512, 32, group_size=32, bits=number)
+    return MatrixShape(number, 32, "float32", 512, 32), layer
 
 
 def assert_exact(model: nn.Module, plain: list[mx.array], text: list[Scored]) -> None:
