@@ -132,6 +132,20 @@ def assert_continues_alike(
         assert disagreement(log_probs, truth) <= (VISIBLE if is_quantised else TOLERANCE)
 
 
+def assert_text_and_cache(
+    model: nn.Module, prompt: list[int], drafter: Any, length: int, own: Any, **shape: Any
+) -> None:
+    """A text and the cache after it are stock mlx-lm's; ``own`` says which rows are quantised."""
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, prompt, length, prompt_cache=stock_cache, **own)
+    options = {"max_tokens": length, "prompt_cache": cache, **own, **shape}
+    found = list(stream(model, prompt, drafter, **options))
+    assert_same_tokens(stock, [response.token for response in found])
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= (VISIBLE if own else TOLERANCE)
+    assert_continues_alike(model, cache, stock_cache)
+
+
 def assert_holds(
     model: nn.Module,
     cache: list[Any],
@@ -180,19 +194,10 @@ def test_texts_of_any_shapes(monkeypatch, name, length, has_few_shapes):
     if has_few_shapes:
         use_few_shapes(monkeypatch)
         compile_passes(monkeypatch, uses=2)
-    model, prompt = build(config_of(name)), prompt_of(length)
-    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    options, is_quantised = options_of(name), name in QUANTISED
-    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache, **options)
-    use_policy(monkeypatch, AnyShapes(length) if is_quantised else RandomShapes(length))
-    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
-    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache}
-    found = list(stream(model, prompt, drafter, **options))
-    assert_same_tokens(stock, [response.token for response in found])
-    for response, (_, log_probs) in zip(found, stock, strict=True):
-        tolerance = VISIBLE if is_quantised else TOLERANCE
-        assert disagreement(response.logprobs, log_probs) <= tolerance
-    assert_continues_alike(model, cache, stock_cache)
+    model, prompt, own = build(config_of(name)), prompt_of(length), options_of(name)
+    use_policy(monkeypatch, AnyShapes(length) if own else RandomShapes(length))
+    drafter = Scripted(ids(stock_tokens(model, prompt, NUM_TOKENS, **own)), VOCAB_SIZE, 0.8)
+    assert_text_and_cache(model, prompt, drafter, NUM_TOKENS, own)
 
 
 @pytest.mark.parametrize(
