@@ -82,11 +82,8 @@ def read_at_random(
         for _ in range(rng.randrange(1, 5)):
             try:
                 found[number].append(next(streams[number]).token)
-            except StopIteration:
-                live.remove(number)
-                break
             except (Exception, KeyboardInterrupt) as error:
-                errors[number] = error
+                errors[number] = None if isinstance(error, StopIteration) else error
                 live.remove(number)
                 break
     return found, errors
@@ -114,11 +111,12 @@ def test_cancelled_by_another_thread_at_any_point(monkeypatch, kind, is_shared):
     num_cut = 0
     for number in range(2 + list(KINDS).index(kind) % 4, 34, 5):
         engine = _engine(drafter)
-        shared, caches = engine.share() if is_shared else None, []
-        streams = []
-        for prompt in PROMPTS:
-            caches.append(engine.new_prompt_cache())
-            streams.append(engine.stream(prompt, prompt_cache=caches[-1], shared=shared, **options))
+        caches = [engine.new_prompt_cache() for _ in PROMPTS]
+        options["shared"] = engine.share() if is_shared else None
+        streams = [
+            engine.stream(one, prompt_cache=cache, **options)
+            for one, cache in zip(PROMPTS, caches, strict=True)
+        ]
         with monkeypatch.context() as patch:
             at_event(patch, number, lambda: in_another_thread(streams[1].cancel))  # noqa: B023
             found, errors = read_at_random(streams, number)
