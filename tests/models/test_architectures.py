@@ -195,8 +195,8 @@ def test_packed_embedding():
     config = tiny_config("prism_hadamard_qwen35")
     (packed,) = config["modules"]
     embedding = {**packed, "path": "model.embed_tokens", "embedding": True}
-    text_config = {**config["text_config"], "hidden_size": 512}
-    model = build({**config, "modules": [packed, embedding], "text_config": text_config})
+    wide = tiny_models.resized(config, hidden_size=512)
+    model = build({**wide, "modules": [packed, embedding]})
     assert find_parts(model).embedding.weight.shape[-1] < 512
     target = Target(model)
     assert (target.hidden_size, target.vocab_size) == (512, VOCAB_SIZE)

@@ -28,12 +28,6 @@ KINDS = [
 ]  # fmt: skip
 
 
-def long_config(model_type: str) -> Config:
-    """The config of a model that has no limit to speak of."""
-    config, sizes = tiny_config(model_type), {"max_position_embeddings": 4096}
-    return {**config, **sizes, "text_config": {**config.get("text_config", {}), **sizes}}
-
-
 def test_a_text_without_positions_has_no_limit():
     limits = [Target(build(tiny_config(name))).context_length for name in ("qwen3_5", "mamba2")]
     assert limits == [tiny_models.COMMON["max_position_embeddings"], None]
@@ -100,9 +94,8 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone():
 
 def test_memory_does_not_hold_a_state_per_node():
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 8}
-    config = tiny_config("qwen3_5")
-    model = build({**config, "text_config": {**config["text_config"], **sizes}})
-    target, state = Target(model), 8 * 128 * 128 * 4
+    target = Target(build(tiny_models.resized(tiny_config("qwen3_5"), **sizes)))
+    state = 8 * 128 * 128 * 4
 
     def memory(num_nodes: int) -> tuple[int, int]:
         """Bytes at the peak of a tree, and after it."""

@@ -37,7 +37,7 @@ from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models import tiny_models
 from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
-from tests.models.test_layer_kinds import KINDS, long_config
+from tests.models.test_layer_kinds import KINDS
 from tests.models.tiny_models import VOCAB_SIZE, WINDOW, WITH_WINDOWS, build, tiny_config
 from tests.models.trees import PROMPT, branching_tree, read_by_stock, rows_of
 
@@ -75,7 +75,8 @@ def config_of(name: str) -> tiny_models.Config:
         return {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4, "layer_types": types}
     if name in QUANTISED:
         return tiny_models.wide_config("llama")
-    return tiny_models.windowed_config(name) if name in WITH_WINDOWS else long_config(name)
+    make = tiny_models.windowed_config if name in WITH_WINDOWS else tiny_models.long_config
+    return make(name)
 
 
 def options_of(name: str) -> dict[str, Any]:

@@ -294,15 +294,24 @@ def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Co
     return {"vocab_size": VOCAB_SIZE, **extra, "model_type": model_type, "text_config": inner}
 
 
-def windowed_config(model_type: str, window: int = WINDOW) -> Config:
-    """The config of a model that has a layer with a window, and no limit to speak of."""
-    config = {**tiny_config(model_type), **WITH_WINDOWS[model_type]}
-    keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
-    # Llama 4's attention scale has a period no shorter than a tree.
-    sizes = {**dict.fromkeys(keys, window), "max_position_embeddings": 4096, "floor_scale": 500}
+def resized(config: Config, **sizes: Any) -> Config:
+    """A config with other sizes, those of its language model if it has one inside."""
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **sizes}}
     return {**config, **sizes}
+
+
+def long_config(model_type: str) -> Config:
+    """The config of a model that has no limit to speak of."""
+    return resized(tiny_config(model_type), max_position_embeddings=4096)
+
+
+def windowed_config(model_type: str, window: int = WINDOW) -> Config:
+    """The config of a model that has a layer with a window, and no limit to speak of."""
+    config = {**long_config(model_type), **WITH_WINDOWS[model_type]}
+    keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
+    # Llama 4's attention scale has a period no shorter than a tree.
+    return resized(config, **dict.fromkeys(keys, window), floor_scale=500)
 
 
 def wide_config(model_type: str) -> dict[str, Any]:
@@ -310,9 +319,8 @@ def wide_config(model_type: str) -> dict[str, Any]:
     sizes = {"head_dim": GROUP_SIZE, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
     sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
     if model_type == "llama4":
-        config = windowed_config(model_type)
-        return {**config, "text_config": {**config["text_config"], **sizes}}
-    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
+        return resized(windowed_config(model_type), **sizes)
+    return resized(tiny_config(model_type, main_rope(model_type)), **sizes)
 
 
 def main_rope(model_type: str) -> str:

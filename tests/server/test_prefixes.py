@@ -24,8 +24,7 @@ from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.protocols.openai_completions import read
 from tests.helpers.agent_trace import Trace
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
-from tests.models.test_layer_kinds import long_config
-from tests.models.tiny_models import VOCAB_SIZE, build, wide_config, windowed_config
+from tests.models.tiny_models import VOCAB_SIZE, build, long_config, wide_config, windowed_config
 from tests.property.test_lossless_networks import block, eagle
 
 STEP = 32
