@@ -345,7 +345,7 @@ def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch):
     ]
     shapes = _watch_passes(monkeypatch)
     # A clock of passes, as on a busy machine a step may take longer than a chunk, or no pass.
-    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: len(shapes))
+    monkeypatch.setattr(scheduler, "time", Mock(perf_counter=lambda: len(shapes)))
     shared = Scheduler(engine.target)
     texts = [
         sequence_of(engine.target, prompt, max_tokens=end)
