@@ -15,7 +15,6 @@ from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.kernels import small_t, tree_attention, trials
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
-from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial, Times, use_kernels
@@ -46,6 +45,7 @@ from tests.kernels.stand_in import (
     stand_in,
     stand_in_attention,
 )
+from tests.kernels.test_small_t import LAUNCHED
 
 VOCAB_SIZE = 64
 DIFFERENT = "its bits are not those of MLX's kernel for one row"
@@ -94,7 +94,7 @@ def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:
 def kernels_of_model() -> Kernels:
     """What the layers of `quantised_model` and `dense_model` may use."""
     variants = [FORMAT, *(DenseVariant("float16", *order) for order in DENSE_ORDERS)]
-    return emulated((variant, t) for variant in variants for t in range(2, MAX_ROWS + 1))
+    return emulated((variant, t) for variant in variants for t in LAUNCHED)
 
 
 @pytest.fixture

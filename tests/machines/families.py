@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.kernels.variant import dtype_name
 from mlx_redrafter.machines.following import Follower
 from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.line import Do
@@ -133,8 +134,7 @@ def lead_one(machines: Machines, family: str, count: int, dtype: mx.Dtype) -> di
         ends = [texts[0], texts[1][: len(together[1])], texts[2]]
         found["batch"] &= together == ends and count // 2 < len(together[1]) < count
         tokens += sum(map(len, together))
-    name = str(dtype).rpartition(".")[2]
-    return {"what": family, "dtype": name, "checks": found, "tokens": tokens}
+    return {"what": family, "dtype": dtype_name(dtype), "checks": found, "tokens": tokens}
 
 
 def main(arguments: list[str]) -> None:

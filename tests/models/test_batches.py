@@ -32,7 +32,6 @@ from tests.models.test_architectures import TEXT_MODELS, disagreement
 from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
 from tests.models.trees import DraftsOnDevice, read_by_stock, rows_of, sequence_of
 
-NUM_TEXTS = 3
 # Maximum difference of entries, of the largest one: states differ by up to 3e-5 on some machines.
 TOLERANCE = 5e-5
 # Passes of a text that are kept: two whose tokens it takes, two that wait for it, and the newest.
@@ -125,7 +124,7 @@ def decode_together(
     model_type: str,
     target: Target,
     quantisation: Quantisation | None = None,
-    num_texts: int = NUM_TEXTS,
+    num_texts: int = 3,
 ) -> None:
     """Decode random texts in a batch and compare tokens and caches with stock mlx-lm."""
     rng, model, scheduler = random.Random(model_type), target.model, Scheduler(target)
