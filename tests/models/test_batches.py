@@ -121,10 +121,7 @@ def _poisoned(array: mx.array, slot: int) -> mx.array:
 
 
 def decode_together(
-    model_type: str,
-    target: Target,
-    quantisation: Quantisation | None = None,
-    num_texts: int = 3,
+    model_type: str, target: Target, quantisation: Quantisation | None = None, num_texts: int = 3
 ) -> None:
     """Decode random texts in a batch and compare tokens and caches with stock mlx-lm."""
     rng, model, scheduler = random.Random(model_type), target.model, Scheduler(target)
