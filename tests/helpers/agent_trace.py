@@ -11,15 +11,13 @@ from operator import eq
 class Trace:
     """Prompts of a conversation whose answers are not known before.
 
-    The last prompt has about ``num_tokens``, and each ``branch_every`` turns the conversation goes
-    back to an earlier turn. ``texts`` are prompts with their answers, also of earlier replays. Of
-    the ``num_prompt`` tokens of all prompts no earlier text begins with ``num_ideal``.
+    The last prompt has about ``num_tokens``, and every fifth turn the conversation goes back to an
+    earlier one. ``texts`` are prompts with their answers, also of earlier replays. Of the
+    ``num_prompt`` tokens of all prompts no earlier text begins with ``num_ideal``.
     """
 
     num_turns: int
     num_tokens: int
-    branch_every: int = 5
-    vocab_size: int = 60
     texts: list[list[int]] = field(default_factory=list)
     num_prompt: int = 0
     num_ideal: int = 0
@@ -27,15 +25,15 @@ class Trace:
     def replay(self, answer: Callable[[list[int]], list[int]]) -> None:
         """Send all prompts, one after the other, to what answers with tokens."""
         draw = random.Random(7)
-        system = [draw.randrange(1, self.vocab_size) for _ in range(self.num_tokens // 4)]
+        system = [draw.randrange(1, 60) for _ in range(self.num_tokens // 4)]
         history, turns = system, list[list[int]]()
         step = (self.num_tokens - len(system)) // self.num_turns
         for turn in range(self.num_turns):
-            if turns and turn % self.branch_every == self.branch_every - 1:
+            if turn % 5 == 4:
                 # The user changes an earlier message: what follows it is gone.
                 history = turns[len(turns) // 2]
             turns.append(history)
-            asked = [draw.randrange(1, self.vocab_size) for _ in range(step)]
+            asked = [draw.randrange(1, 60) for _ in range(step)]
             prompt = [*history, *asked]
             self.num_prompt += len(prompt)
             self.num_ideal += len(prompt) - self._longest(prompt)

@@ -8,12 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AddedToken
 
 from mlx_redrafter import Engine
+from tests.helpers.models import tiny_sizes
 from tests.helpers.tools import tool_tokenizer
 
 ASK, TELL = "<ask>", "<tell>"
@@ -26,18 +28,15 @@ TEMPLATE = (
 )
 
 
-def calling_engine(kind: str = "json_tools", drafter: Any = "lookup", **logits: float) -> Engine:
-    """An engine of such a model, with the marks of one of mlx-lm's parsers.
-
-    ``logits`` are those of characters after a quotation mark, to choose names by.
-    """
+def calling_engine(kind: str = "json_tools") -> Engine:
+    """An engine of such a model, with the marks of one of mlx-lm's parsers."""
     tokenizer = tool_tokenizer(kind)
     tokenizer._tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (ASK, TELL)])
     tokenizer._tokenizer.chat_template = TEMPLATE
-    return Engine(_model(tokenizer, logits), tokenizer, drafter)
+    return Engine(_model(tokenizer), tokenizer, "lookup")
 
 
-def _model(tokenizer: TokenizerWrapper, logits: dict[str, float]) -> llama.Model:
+def _model(tokenizer: TokenizerWrapper) -> nn.Module:
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -50,19 +49,13 @@ def _model(tokenizer: TokenizerWrapper, logits: dict[str, float]) -> llama.Model
         table[one, after] += 9.0
     table[ids(ASK)[0], tokenizer.tool_call_start_tokens[0]] += 20.0
     table[tokenizer.tool_call_end_tokens[-1], tokenizer.eos_token_id] += 20.0
-    for character, weight in logits.items():
-        table[ids('"')[0], ids(character)[0]] += weight
-    sizes = {"hidden_size": VOCAB_SIZE, "num_hidden_layers": 1, "intermediate_size": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    more = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    more |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 1 << 17}
-    arguments = llama.ModelArgs(**sizes, **heads, **more)  # type: ignore[arg-type]
-    model = llama.Model(arguments)
+    sizes = tiny_sizes("llama", VOCAB_SIZE, 1 << 17)
+    sizes |= {"hidden_size": VOCAB_SIZE, "num_hidden_layers": 1, "intermediate_size": 8}
+    model: Any = llama.Model(llama.ModelArgs(**sizes))
     model.update(tree_map(mx.zeros_like, model.parameters()))
-    weights: Any = model
-    weights.model.embed_tokens.weight = mx.eye(VOCAB_SIZE)
-    weights.model.norm.weight = mx.ones((VOCAB_SIZE,))
-    weights.lm_head.weight = table.T / VOCAB_SIZE**0.5
+    model.model.embed_tokens.weight = mx.eye(VOCAB_SIZE)
+    model.model.norm.weight = mx.ones((VOCAB_SIZE,))
+    model.lm_head.weight = table.T / VOCAB_SIZE**0.5
     mx.eval(model.parameters())
     model.eval()
     return model

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -84,57 +84,53 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             """Print nothing."""
 
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def _answer(self, with_body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             if path == "/api/models":
-                found = [hub.info(name) for name in hub.folders]
-                content = json.dumps(found).encode()
-                self._send(200, content, {"Content-Type": "application/json"}, with_body)
-                return
-            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-                self._send_json(match[1], hub.info, with_body)
+                self._send_json([hub.info(name) for name in hub.folders])
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+                self._describe(match[1], hub.info)
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
-                self._send_json(match[1], hub.tree, with_body)
+                self._describe(match[1], hub.tree)
             elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
-                self._send_file(match[1], match[2], with_body)
+                self._send_file(match[1], match[2])
             else:
-                self._send(404, b"", {}, with_body)
+                self._send(404)
 
-        def _send_json(self, name: str, describe: Any, with_body: bool) -> None:
-            if name not in hub.folders:
-                self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
-                return
-            content = json.dumps(describe(name)).encode()
-            self._send(200, content, {"Content-Type": "application/json"}, with_body)
+        do_HEAD = do_GET
 
-        def _send_file(self, name: str, file: str, with_body: bool) -> None:
-            if hub.cards.get(name, {}).get("gated"):
-                self._send(401, b"", {"X-Error-Code": "GatedRepo"}, with_body)
-                return
+        def _describe(self, name: str, describe: Callable[[str], object]) -> None:
+            if name in hub.folders:
+                self._send_json(describe(name))
+            else:
+                self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+        def _send_json(self, values: object) -> None:
+            self._send(200, json.dumps(values).encode(), {"Content-Type": "application/json"})
+
+        def _send_file(self, name: str, file: str) -> None:
             path = hub.folders.get(name, Path("/nowhere")) / file
-            if not path.is_file():
-                self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
-                return
-            if with_body:
-                hub.fetched.append(f"{name}/{file}")
-            headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}
-            self._send(200, path.read_bytes(), headers, with_body)
+            if hub.cards.get(name, {}).get("gated"):
+                self._send(401, b"", {"X-Error-Code": "GatedRepo"})
+            elif not path.is_file():
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            else:
+                if self.command == "GET":
+                    hub.fetched.append(f"{name}/{file}")
+                headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}
+                self._send(200, path.read_bytes(), headers)
 
         def _send(
-            self, status: int, content: bytes, headers: dict[str, str], with_body: bool
+            self, status: int, content: bytes = b"", headers: Mapping[str, str] | None = None
         ) -> None:
             self.send_response(status)
-            for key, value in headers.items():
+            for key, value in (headers or {}).items():
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
+            if self.command == "HEAD":
+                return
             with suppress(ConnectionError):  # the client has ended
-                for begin in range(0, len(content) if with_body else 0, PIECE):
+                for begin in range(0, len(content), PIECE):
                     time.sleep(hub.pause if begin else 0)
                     self.wfile.write(content[begin : begin + PIECE])
 

@@ -56,23 +56,23 @@ SHORT: dict[str, list[str]] = {
     "bench throughput": ["--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"],
 }  # fmt: skip
 VALUES = (
-    *("", " ", "-", "--", "-1", "0", "1", "3", "1e999", "nan", "-inf", "0x10", "1_0", "٣", "true"),
-    *("9" * 20, "9" * 5000, "a" * 300, "a/" + "b" * 300, "\udcff", "a\nb", "%s%n", "$(x)"),
-    *("\x1b[2J", "[]", "{}", '{"a": 1}', "[" * 9999, '"', "null", "a,b", "1,,2", "1-99999999"),
-    *("1x1x1", "/", "..", "~nobody", "/dev/null", "/dev/zero", "/proc/self/mem"),
-    *("http://127.0.0.1:9/x", "model", "drafter", "text.txt", "bytes.txt", "empty.txt", "pipe"),
-    *("loop", "nowhere", "new", "auto", "lookup", "none", "mtp", "model/config.json"),
+    "", " ", "-", "--", "-1", "0", "1", "3", "1e999", "nan", "-inf", "0x10", "1_0", "٣", "true",
+    "9" * 20, "9" * 5000, "a" * 300, "a/" + "b" * 300, "\udcff", "a\nb", "%s%n", "$(x)",
+    "\x1b[2J", "[]", "{}", '{"a": 1}', "[" * 9999, '"', "null", "a,b", "1,,2", "1-99999999",
+    "1x1x1", "/", "..", "~nobody", "/dev/null", "/dev/zero", "/proc/self/mem",
+    "http://127.0.0.1:9/x", "model", "drafter", "text.txt", "bytes.txt", "empty.txt", "pipe",
+    "loop", "nowhere", "new", "auto", "lookup", "none", "mtp", "model/config.json",
     "model/model.safetensors",
 )  # fmt: skip
 JSON_VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -0.5, "", "x", [], {}, [None], {"a": []}),
-    *([10**9], [[[[]]]], {"type": "yarn"}, {"rope_type": 3}, "\ud800", "../x", float("nan")),
-)
+    None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -0.5, "", "x", [], {}, [None], {"a": []},
+    [10**9], [[[[]]]], {"type": "yarn"}, {"rope_type": 3}, "\ud800", "../x", float("nan"),
+)  # fmt: skip
 FILES = (
-    *("model/config.json", "model/model.safetensors", "model/tokenizer.json"),
-    *("model/tokenizer_config.json", "drafter/config.json", "drafter/model.safetensors"),
+    "model/config.json", "model/model.safetensors", "model/tokenizer.json",
+    "model/tokenizer_config.json", "drafter/config.json", "drafter/model.safetensors",
     "text.txt",
-)
+)  # fmt: skip
 
 
 class Call(NamedTuple):

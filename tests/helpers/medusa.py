@@ -11,30 +11,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
+from tests.helpers.models import draw_weights
 
 
 def random_medusa(
-    vocab_size: int = 64, hidden_size: int = 32, num_heads: int = 3, seed: int = 0, **config: Any
+    vocab_size: int = 64, hidden_size: int = 32, num_heads: int = 3, **config: Any
 ) -> Medusa:
     """Untrained heads with one block each, in float32."""
     values = {"num_layers": 1, **config}
     network = Medusa(MedusaConfig(vocab_size, hidden_size, num_heads, **values))
-    keys = iter(mx.random.split(mx.random.key(seed), 256))
-    network.load_weights(
-        [
-            (name, mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=next(keys)))
-            for name, leaf in named_parameters(network).items()
-            if name != "token_ids"
-        ],
-        strict=False,
-    )
-    network.eval()
-    mx.eval(network.parameters())
+    draw_weights(network)
     return network
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING
 from transformers import PreTrainedTokenizerBase
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
@@ -99,7 +100,7 @@ def randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
 
     Fresh mlx-lm models predict nearly uniformly, which hides wrong tokens and makes greedy ties.
     """
-    keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters()))))
+    keys = iter(mx.random.split(mx.random.key(seed), len(named_parameters(model))))
 
     def draw(weight: mx.array) -> mx.array:
         key = next(keys)
@@ -140,17 +141,22 @@ def random_drafter(
     values = DrafterConfig(
         vocab_size, hidden_size, exit_dim or 2 * hidden_size, num_draft_layers, rnn, **config
     )
-    keys = mx.random.split(mx.random.key(seed), 64)
     drafter = Drafter(values)
-    leaves: list[tuple[str, Any]] = tree_flatten(drafter.parameters())  # type: ignore[assignment]
-    for i, ((name, leaf), key) in enumerate(zip(leaves, keys, strict=False)):
+    draw_weights(drafter, seed, dtype)
+    return drafter
+
+
+def draw_weights(network: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.float32) -> None:
+    """Give all parameters of a drafter normal values, but the token ids of its rows."""
+    keys = mx.random.split(mx.random.key(seed), 64)
+    weights = named_parameters(network)
+    for (name, leaf), key in zip(weights.items(), keys, strict=False):
         if name != "token_ids":
             drawn = mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)
-            leaves[i] = name, drawn.astype(dtype)
-    drafter.load_weights(leaves)
-    mx.eval(drafter.parameters())
-    drafter.eval()
-    return drafter
+            weights[name] = drawn.astype(dtype)
+    network.load_weights(list(weights.items()))
+    mx.eval(network.parameters())
+    network.eval()
 
 
 def expand(

@@ -5,7 +5,6 @@ Axes: H hidden size, E experts, I their width.
 
 import copy
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import mimo
 
+from mlx_redrafter.checkpoint_files import write_checkpoint
 from tests.helpers.models import randomised
 from tests.helpers.published_heads import Shapes, mlp_shapes
 from tests.models.tiny_models import tiny_config
@@ -196,11 +196,9 @@ def tiny_mimo(config: Mapping[str, Any] = MIMO) -> nn.Module:
 
 
 def write(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] = MIMO) -> Path:
-    """Write a published folder; ``write_checkpoint`` would say that it is one of MLX."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a published folder, one of PyTorch."""
     arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
+    write_checkpoint(folder, dict(config), arrays, framework="pt")
     return folder
 
 

@@ -3,17 +3,23 @@
 Axes: W beam width, L beam length (root included), V vocabulary, H hidden size.
 """
 
+import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
+from mlx_redrafter.bench.lab.contexts import prefill
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
+from tests.helpers.drafts import grow, make_tree
 
 Path = tuple[int, ...]
 Array = np.ndarray
@@ -24,7 +30,7 @@ class NumpyDrafter:
 
     def __init__(self, drafter: Drafter):
         self.config = drafter.config
-        leaves = dict(tree_flatten(drafter.parameters()))
+        leaves = named_parameters(drafter)
         self.weights = {name: np.array(leaf, dtype=np.float64) for name, leaf in leaves.items()}
 
     def start(self) -> Array:
@@ -129,6 +135,32 @@ def assert_scores(model: nn.Module, text: Sequence[int], tree: TokenTree, tolera
         log_probs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         expected = sum(log_probs[len(text) - 1 + i, draft] for i, draft in enumerate(drafts))
         assert score == pytest.approx(expected, abs=tolerance)
+
+
+def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
+    """Bits of the logits of a tree's nodes, at once or, to ``follow``, token by token."""
+    target, text, plan = Target(model), mx.array([1, 5, 9]), DraftPlan.of(4, 5, 9)
+    tokens, parents = grow(random.Random(0), 6, [], plan, target.vocab_size, accuracy=0)
+
+    def start() -> Any:
+        cache = target.caches.new()
+        prefill(target, text, cache, 512)
+        return cache
+
+    if not follow:
+        logits = target.verify(make_tree(tokens, parents, 4), start()).logits
+        return [as_integers(row) for row in logits[: len(tokens)]]
+    found = []
+    for path in node_paths(parents):
+        cache = start()
+        for above in path:
+            logits = target.advance(mx.array([tokens[above]]), cache).logits
+        found.append(as_integers(logits[0]))
+    return found
+
+
+def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
+    return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:

@@ -159,13 +159,11 @@ def speculators_head(name: str) -> Tensors:
     return tensors | draft_vocabulary(4)
 
 
-def text_and_states(
-    width: int = 3 * HIDDEN, vocab_size: int = VOCAB
-) -> tuple[list[int], np.ndarray]:
-    """Draw a text, and states after each of its tokens but the last, shape (n - 1, width)."""
+def text_and_states() -> tuple[list[int], np.ndarray]:
+    """Draw a text, and three states after each of its tokens but the last, shape (n - 1, 3 H)."""
     random = np.random.RandomState(5)
-    text = random.randint(0, vocab_size, NUM_TOKENS).tolist()
-    return text, random.standard_normal((NUM_TOKENS - 1, width)).astype(np.float32)
+    text = random.randint(0, VOCAB, NUM_TOKENS).tolist()
+    return text, random.standard_normal((NUM_TOKENS - 1, 3 * HIDDEN)).astype(np.float32)
 
 
 def assistant_tensors(name: str) -> Tensors:
@@ -215,7 +213,7 @@ def assistant_inputs(length: int) -> tuple[Tensors, np.ndarray]:
     return entries, random.standard_normal((NUM_DRAFTS, 128)).astype(np.float32)
 
 
-def pairs(hidden_size: int, count: int = 6) -> np.ndarray:
-    """Draw states and embeddings of an MTP module, float32, shape (2, ``count``, H)."""
+def pairs(hidden_size: int) -> np.ndarray:
+    """Draw states and embeddings of an MTP module, float32, shape (2, 6, H)."""
     random = np.random.RandomState(6)
-    return random.standard_normal((2, count, hidden_size)).astype(np.float32)
+    return random.standard_normal((2, 6, hidden_size)).astype(np.float32)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.kernels.tree_attention import AttentionVariant
-from mlx_redrafter.kernels.variant import METAL_TYPES
+from mlx_redrafter.kernels.variant import METAL_TYPES, dtype_name
 from tests.kernels.emulator import HEADERS, ROUNDED, bits_of, compiled, require_emulator, template
 
 STATE = """
@@ -107,8 +107,7 @@ class AttentionKernels:
         steps = [step // one.itemsize for one in (queries, keys, values) for step in one.strides]
         above = np.repeat(np.zeros(1, np.int32) if parents is None else np.array(parents), 2)[::2]
         steps.append(above.strides[0] // above.itemsize)
-        dtype = str(rows[0].dtype).removeprefix("mlx.core.")
-        name = f"{whose}_{AttentionVariant(queries.shape[-1], dtype)}"
+        name = f"{whose}_{AttentionVariant(queries.shape[-1], dtype_name(rows[0].dtype))}"
         function = getattr(self._library, name)
         function.restype = ctypes.c_bool
         if not function(

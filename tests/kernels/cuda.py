@@ -122,9 +122,7 @@ def cuda_kernel(name: str, source: str, input_names: list[str], **given: Any) ->
     )
 
 
-def usage(
-    variants: Sequence[tuple[AnyVariant, int] | AttentionVariant], folder: Path
-) -> list[Usage]:
+def usage(variants: Sequence[Compiled], folder: Path) -> list[Usage]:
     """Compile kernels together by nvcc; return their needs on Hopper, without a limit."""
     said = _compile(variants, folder, "-cubin", "-Xptxas", "-v")
     return [_reported(said, f"kernel_{i}") for i in range(len(variants))]

@@ -12,17 +12,15 @@ from itertools import product
 import pytest
 import typer
 
-from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.tree_attention import attention_source
 from mlx_redrafter.kernels.variant import AnyVariant, DenseVariant
 from tests.golden.record_metal import ATTENTION_VARIANTS, DENSE_VARIANTS, VARIANTS
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS
 from tests.kernels.stand_in import emulated, run_emulated
-from tests.kernels.test_small_t import different_rows
+from tests.kernels.test_small_t import LAUNCHED, different_rows
 from tests.kernels.test_tree_attention import different_nodes
 
-COMPILED = range(2, MAX_ROWS + 1)
 # Committed tokens before a tree.
 TREES = (0, 1, 29, 70, 300)
 FLAGS = {"rounded": ROUNDED, "fused": FUSED}
@@ -40,12 +38,12 @@ def compare(name: str) -> Counter[str]:
     """Numbers of comparisons by what differs; what differs is printed."""
     counts: Counter[str] = Counter()
     for variant in (*VARIANTS, *DENSE_VARIANTS):
-        kernels = emulated(((variant, rows) for rows in COMPILED), flags=FLAGS[name])
+        kernels = emulated(((variant, rows) for rows in LAUNCHED), flags=FLAGS[name])
         for outputs, inputs, order in product((8, 13, 32), sizes(variant), SIMD_ORDERS):
             with pytest.MonkeyPatch.context() as patch:
                 run_emulated(patch, kernels, order)
-                rows = different_rows(kernels, variant, COMPILED, order, (outputs, inputs))
-            counts["products"] += len(COMPILED)
+                rows = different_rows(kernels, variant, LAUNCHED, order, (outputs, inputs))
+            counts["products"] += len(LAUNCHED)
             counts["different products"] += len(rows)
             if rows:
                 typer.echo(f"{name}: {variant}, {outputs} x {inputs}, order {order}: rows {rows}")

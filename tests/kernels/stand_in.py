@@ -19,7 +19,7 @@ from mlx_redrafter.kernels.tree_attention import (
     AttentionVariant,
     attention_source,
 )
-from mlx_redrafter.kernels.variant import LANES, AnyVariant, DenseShape, MatrixShape
+from mlx_redrafter.kernels.variant import LANES, AnyVariant, DenseShape, MatrixShape, dtype_name
 from tests.golden.record_metal import ATTENTION_VARIANTS
 from tests.helpers.cli import Result, run
 from tests.kernels.attention_emulator import AttentionKernels
@@ -77,7 +77,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     def quantized_matmul(
         x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None, **format: Any
     ) -> mx.array:
-        inputs, dtype = x.shape[-1], str(x.dtype).removeprefix("mlx.core.")
+        inputs, dtype = x.shape[-1], dtype_name(x.dtype)
         bits, size = format["bits"], format["group_size"]
         shape = MatrixShape(bits, size, dtype, inputs, weight.shape[0], format["mode"])
         if x.size > inputs or not shape.is_offered:
@@ -88,7 +88,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
 
     def dense_row(x: mx.array, transposed: mx.array, *bias: mx.array) -> mx.array | None:
         """The product of one row; None for what is none, or has no kernel of ours."""
-        shape = DenseShape(str(x.dtype).removeprefix("mlx.core."), *transposed.shape[-2:])
+        shape = DenseShape(dtype_name(x.dtype), *transposed.shape[-2:])
         if transposed.ndim > 2 or x.size > shape.inputs or not shape.is_offered:
             return None
         y = kernels.stock(next(shape.variants()), x.reshape(1, -1), transposed.T, *bias)

@@ -28,13 +28,7 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from tests.golden.record_metal import DENSE_VARIANTS, RECORDS, VARIANTS
-from tests.kernels.emulator import (
-    FUSED,
-    ROUNDED,
-    SIMD_ORDERS,
-    Kernels,
-    random_matrix,
-)
+from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, random_matrix
 from tests.kernels.stand_in import emulated, run_emulated
 
 # What the tests compare: of weights that are rarely seen, a sample.

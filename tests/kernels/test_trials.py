@@ -2,9 +2,7 @@
 
 import json
 import logging
-import random
 from inspect import unwrap
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,15 +10,12 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.kernels import small_t, tree_attention, trials
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
-from mlx_redrafter.kernels.metal_source import MAX_ROWS
-from mlx_redrafter.kernels.small_t import as_integers, source_of
+from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial, Times, use_kernels
 from mlx_redrafter.kernels.variant import (
@@ -35,12 +30,11 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from mlx_redrafter.proposers.draft_model import DraftModel
-from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
-from tests.helpers.drafts import Scripted, grow, make_tree
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, tokens
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
-from tests.helpers.oracles import node_paths
+from tests.helpers.models import quantize_wide, tiny_llama, wrapped_tokenizer
+from tests.helpers.oracles import are_equal, logits_of_tree
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
 from tests.kernels.stand_in import (
@@ -51,6 +45,7 @@ from tests.kernels.stand_in import (
     stand_in,
     stand_in_attention,
 )
+from tests.kernels.test_small_t import LAUNCHED
 
 VOCAB_SIZE = 64
 DIFFERENT = "its bits are not those of MLX's kernel for one row"
@@ -58,35 +53,36 @@ FORMAT = Variant(4, 32, "float16", "qmv")
 # Constants of the arithmetic by variant: how each stands in the source, and another one. Where
 # eight SIMD groups share an output of a dense matrix, a part of the last block is missing.
 CONSTANTS: list[tuple[AnyVariant, list[tuple[str, str]]]] = [
-    (Variant(2, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 4.0f", "/ 8.0f"), ("/ 16.0f",
-        "/ 8.0f")), *(("/ 64.0f", "/ 32.0f"), ("0x0c", "0x04"), ("0x30", "0x10"), ("0xc0",
-        "0x40"))]),
-    (Variant(3, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), ("- 1;",
-        "- 2;")), *(("BITS / 8", "BITS / 16"), ("BITS % 8", "BITS % 4")), *(("float(1 << bit)",
-        "float(2 << bit)"), ("& (MASK << bit)", "& MASK"))]),
-    (Variant(6, 32, "float32"), [*(("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), ("BITS > 8",
-        "BITS > 11")), *(("byte + 1", "byte"), ("(8 - bit)", "(9 - bit)"), ("* 256.0f",
-        "* 128.0f")), ("j == 0", "j <= 1")]),
-    (Variant(4, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 16.0f", "/ 32.0f"),
-        ("/ 256.0f", "/ 128.0f")), *(("/ 4096.0f", "/ 2048.0f"), ("0x000f", "0x0007"), ("0x0f00",
-        "0x0700")), ("0xf000", "0x7000")]),
-    (Variant(8, 32, "float32"), [*(("VALUES = 8", "VALUES = 4"), ("packed[3]", "packed[2]"),
-        ("BITS = 8", "BITS = 4")), *(("GROUP = 32", "GROUP = 64"), ("BLOCK = 32", "BLOCK = 16"),
-        ("i += 4", "i += 8")), ("sums[t] * b", "b")]),
-    (Variant(4, 32, "float32", mode="mxfp4"), [*(("VALUES = 16", "VALUES = 8"), ("GROUP = 32",
-        "GROUP = 64"), ("<< 23", "<< 22")), *(("0x400000", "0x800000"), ("& 7", "& 3"), ("16384.0f",
-        "8192.0f"), ("& 8", "& 4"))]),
-    (DenseVariant("float32", *MANY), [*(("LANES = 32", "LANES = 16"), ("GROUPS = 8", "GROUPS = 4"),
-        ("BLOCK = 4", "BLOCK = 2")), *(("int k = 4", "int k = 2"), ("4 * (group * LANES",
-        "4 * (LANES")), *(("end = BLOCK", "end = 0"), ("K % BLOCK > 0", "K % BLOCK > 999"))]),
-    (DenseVariant("float32", *MANY), [*(("k += BLOCK", "k += BLOCK / 2"), ("LANES / 2",
-        "LANES / 4"), ("by /= 2", "by /= 4")), *(("wl[r * K", "wl[0 * K"), ("x[t * K", "x[0 * K")),
-        *(("totals[0][lane]", "totals[1][lane]"), ("int g = 1", "int g = 2"))]),
-    (DenseVariant("float32", *MANY), [*(("lane % ROWS) * N", "lane / TILE) * N"), ("r * ROWS + t]",
-        "r * ROWS]")), *(("TILE * tile", "tile"), ("/ GROUPS * (32", "* (32"), ("k + i < K",
-        "k + i + 1 < K"))]),
-    (DenseVariant("float32", *FEW), [*(("LANES = 4", "LANES = 8"), ("+ lane / LANES", ""),
-        ("32 / LANES", "64 / LANES")), ("if (lane % LANES == 0)", "if (lane == 0)")]),
+    (Variant(2, 32, "float32"), [("VALUES = 16", "VALUES = 8"), ("/ 4.0f", "/ 8.0f"),
+        ("/ 16.0f", "/ 8.0f"), ("/ 64.0f", "/ 32.0f"), ("0x0c", "0x04"), ("0x30", "0x10"),
+        ("0xc0", "0x40")]),
+    (Variant(3, 32, "float32"), [("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"),
+        ("- 1;", "- 2;"), ("BITS / 8", "BITS / 16"), ("BITS % 8", "BITS % 4"),
+        ("float(1 << bit)", "float(2 << bit)"), ("& (MASK << bit)", "& MASK")]),
+    (Variant(6, 32, "float32"), [("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"),
+        ("BITS > 8", "BITS > 11"), ("byte + 1", "byte"), ("(8 - bit)", "(9 - bit)"),
+        ("* 256.0f", "* 128.0f"), ("j == 0", "j <= 1")]),
+    (Variant(4, 32, "float32"), [("VALUES = 16", "VALUES = 8"), ("/ 16.0f", "/ 32.0f"),
+        ("/ 256.0f", "/ 128.0f"), ("/ 4096.0f", "/ 2048.0f"), ("0x000f", "0x0007"),
+        ("0x0f00", "0x0700"), ("0xf000", "0x7000")]),
+    (Variant(8, 32, "float32"), [("VALUES = 8", "VALUES = 4"), ("packed[3]", "packed[2]"),
+        ("BITS = 8", "BITS = 4"), ("GROUP = 32", "GROUP = 64"), ("BLOCK = 32", "BLOCK = 16"),
+        ("i += 4", "i += 8"), ("sums[t] * b", "b")]),
+    (Variant(4, 32, "float32", mode="mxfp4"), [("VALUES = 16", "VALUES = 8"),
+        ("GROUP = 32", "GROUP = 64"), ("<< 23", "<< 22"), ("0x400000", "0x800000"), ("& 7", "& 3"),
+        ("16384.0f", "8192.0f"), ("& 8", "& 4")]),
+    (DenseVariant("float32", *MANY), [("LANES = 32", "LANES = 16"), ("GROUPS = 8", "GROUPS = 4"),
+        ("BLOCK = 4", "BLOCK = 2"), ("int k = 4", "int k = 2"),
+        ("4 * (group * LANES", "4 * (LANES"), ("end = BLOCK", "end = 0"),
+        ("K % BLOCK > 0", "K % BLOCK > 999")]),
+    (DenseVariant("float32", *MANY), [("k += BLOCK", "k += BLOCK / 2"), ("LANES / 2", "LANES / 4"),
+        ("by /= 2", "by /= 4"), ("wl[r * K", "wl[0 * K"), ("x[t * K", "x[0 * K"),
+        ("totals[0][lane]", "totals[1][lane]"), ("int g = 1", "int g = 2")]),
+    (DenseVariant("float32", *MANY), [("lane % ROWS) * N", "lane / TILE) * N"),
+        ("r * ROWS + t]", "r * ROWS]"), ("TILE * tile", "tile"), ("/ GROUPS * (32", "* (32"),
+        ("k + i < K", "k + i + 1 < K")]),
+    (DenseVariant("float32", *FEW), [("LANES = 4", "LANES = 8"), ("+ lane / LANES", ""),
+        ("32 / LANES", "64 / LANES"), ("if (lane % LANES == 0)", "if (lane == 0)")]),
 ]  # fmt: skip
 
 
@@ -98,7 +94,7 @@ def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:
 def kernels_of_model() -> Kernels:
     """What the layers of `quantised_model` and `dense_model` may use."""
     variants = [FORMAT, *(DenseVariant("float16", *order) for order in DENSE_ORDERS)]
-    return emulated((variant, t) for variant in variants for t in range(2, MAX_ROWS + 1))
+    return emulated((variant, t) for variant in variants for t in LAUNCHED)
 
 
 @pytest.fixture
@@ -109,14 +105,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantised_model(head_size: int = 8) -> nn.Module:
-    """A tiny model in float16 and 4 bits but where there are not 32 inputs."""
+    """A tiny model in float16, and in 4 bits where there are whole groups of inputs."""
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=head_size)
     model.set_dtype(mx.float16)
-
-    def fits(_: str, module: Any) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] == 32
-
-    nn.quantize(model, 32, 4, class_predicate=fits)
+    quantize_wide(model)
     mx.eval(model.parameters())
     return model
 
@@ -140,35 +132,9 @@ def dense_model() -> nn.Module:
     return model
 
 
-def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixShape, nn.Module]:
-    layer = nn.QuantizedLinear(inputs, outputs, group_size=32, bits=number)
-    return MatrixShape(number, 32, "float32", inputs, outputs), layer
-
-
-def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
-    """Bits of the logits of a tree's nodes, at once or, to ``follow``, token by token."""
-    target, text = Target(model), mx.array([1, 5, 9])
-    tokens, parents = grow(random.Random(0), 6, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
-
-    def start() -> Any:
-        cache = target.caches.new()
-        prefill(target, text, cache, 512)
-        return cache
-
-    if not follow:
-        logits = target.verify(make_tree(tokens, parents, 4), start()).logits
-        return [as_integers(row) for row in logits[: len(tokens)]]
-    found = []
-    for path in node_paths(parents):
-        cache = start()
-        for above in path:
-            logits = target.advance(mx.array([tokens[above]]), cache).logits
-        found.append(as_integers(logits[0]))
-    return found
-
-
-def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
-    return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
+def _layer(number: int) -> tuple[MatrixShape, nn.Module]:
+    layer = nn.QuantizedLinear(512, 32, group_size=32, bits=number)
+    return MatrixShape(number, 32, "float32", 512, 32), layer
 
 
 def assert_exact(model: nn.Module, plain: list[mx.array], text: list[Scored]) -> None:

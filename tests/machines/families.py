@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.kernels.variant import dtype_name
 from mlx_redrafter.machines.following import Follower
 from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.line import Do
@@ -21,7 +22,7 @@ from mlx_redrafter.machines.splitting import split
 from mlx_redrafter.target.caches.stored_cache import has_states
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import PROMPT, ScriptedDrafts, sequence_of, step_together
+from tests.models.trees import PROMPT, DraftsOnDevice, sequence_of, step_together
 
 # Families that mlx-lm splits and trees work on; it cannot split prism_hadamard_qwen35.
 FAMILIES = (
@@ -61,7 +62,8 @@ def write(
     target: Target, prompt: list[int], count: int, temp: float, right: Any = None, chunk: int = 5
 ) -> Any:
     """Tokens of a text, and its steps; with drafts around the text ``right`` if it is given."""
-    drafts, params = right and ScriptedDrafts(right), SamplingParams(temp=temp, seed=7)
+    drafts = right and DraftsOnDevice([*prompt, *right])
+    params = SamplingParams(temp=temp, seed=7)
     options = {"max_tokens": count, "prefill_step_size": chunk}
     sequence = sequence_of(target, prompt, drafts, params, **options)
     return [token.id for token in decode(sequence)], sequence.delivery.stats.steps
@@ -88,7 +90,7 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
     """Tokens of texts that share their passes, the last with drafts; the second is cancelled."""
     scheduler, sequences = Scheduler(target), []
     for number, (prompt, right) in enumerate(zip(PROMPTS, texts, strict=True)):
-        drafts = ScriptedDrafts(right) if number else None
+        drafts = DraftsOnDevice([*prompt, *right]) if number else None
         params = SamplingParams(temp=temp, seed=7)
         sequences.append(sequence_of(target, prompt, drafts, params, max_tokens=count))
     scheduler.begin(sequences)
@@ -132,8 +134,7 @@ def lead_one(machines: Machines, family: str, count: int, dtype: mx.Dtype) -> di
         ends = [texts[0], texts[1][: len(together[1])], texts[2]]
         found["batch"] &= together == ends and count // 2 < len(together[1]) < count
         tokens += sum(map(len, together))
-    name = str(dtype).rpartition(".")[2]
-    return {"what": family, "dtype": name, "checks": found, "tokens": tokens}
+    return {"what": family, "dtype": dtype_name(dtype), "checks": found, "tokens": tokens}
 
 
 def main(arguments: list[str]) -> None:

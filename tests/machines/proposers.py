@@ -26,6 +26,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.following import Follower
 from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE, write_heads
 from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.calls import at_call
 from tests.helpers.costs import fix_costs
 from tests.helpers.models import fast_tokenizer
 from tests.helpers.mtp import family_config, module_tensors, write
@@ -155,24 +156,13 @@ def refuses_foreign_caches(plain: Writer, whole: Writer) -> bool:
     return False
 
 
-def slow_down() -> None:
-    """Let this rank wait before each pass."""
-    stock = Follower.obey
-
-    def obey(self: Follower, frame: Any) -> None:
-        time.sleep(3e-3)
-        stock(self, frame)
-
-    Follower.obey = obey  # type: ignore[method-assign]
-
-
 def main(folder: Path, *words: str) -> None:
     """Decode on rank 0."""
-    group = mx.distributed.init()
+    group, patch = mx.distributed.init(), pytest.MonkeyPatch()
     if "slow" in words and group.rank() == group.size() - 1:
-        slow_down()
+        at_call(patch, Follower, "obey", lambda *_: time.sleep(3e-3))
     if "untimed" in words:
-        fix_costs(pytest.MonkeyPatch())
+        fix_costs(patch)
     target = folder / (MTP_TARGET if MTP in words else TARGET)
     model, tokenizer, _ = load(target, group=group)
     length = int(next((one[7:] for one in words if one.startswith("tokens=")), 16))

@@ -1,6 +1,5 @@
 """``mlx.launch`` itself: rank 0 talks, and Ctrl-C or a rank that fails ends all ranks."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,17 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab.machine_ends import end_by
 from mlx_redrafter.bench.lab.ranks import LIMIT, free_ports, preloaded
+from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.machines.line import LOST
 from tests.helpers.models import change_config
-from tests.models.tiny_models import build, flat_parameters, tiny_config
+from tests.models.tiny_models import build, tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
 # The command ``mlx.launch``, which need not be on the path.
@@ -30,16 +29,13 @@ MESSAGES = ("The king", "In the old house")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
+def store_tiny(folder: Path) -> Path:
     """Write a tiny model with the bundled tokenizer, as mlx-lm stores one."""
-    config = {**tiny_config(family), "vocab_size": 4096, "eos_token_id": 2, **changes}
-    config["max_position_embeddings"] = 4096
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = dict(flat_parameters(build(config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(find_bundled("target")) / name, folder / name)
+    sizes = {"vocab_size": 4096, "max_position_embeddings": 4096}
+    config = {**tiny_config("llama"), **sizes, "eos_token_id": 2}
+    write_checkpoint(folder, config, named_parameters(build(config)))
+    for path in find_bundled("target").glob("tokenizer*"):
+        shutil.copy(path, folder)
     return folder
 
 

@@ -1,6 +1,5 @@
 """Models and options that are refused on several machines, before any weights are read."""
 
-import io
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from mlx_redrafter.machines import meeting
 from mlx_redrafter.machines.agreement import load_together, load_when_asked
 from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.leading import LeadingTarget
-from mlx_redrafter.machines.line import Do, Frame, read
+from mlx_redrafter.machines.line import Do, Frame
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import ADAPTER_FILES, check_family, digests, split
 from tests.machines.test_launch import store_tiny
@@ -29,13 +28,10 @@ from tests.models.tiny_models import build, tiny_config
 
 
 class Group:
-    """A group of ranks that are not there, as rank 0 sees it."""
-
-    def __init__(self, size: int = 2):
-        self._size = size
+    """A group of two ranks that are not there, as rank 0 sees it."""
 
     def size(self) -> int:
-        return self._size
+        return 2
 
     def rank(self) -> int:
         return 0
@@ -50,9 +46,6 @@ class Line:
         self._answers = list(answers)
         self.sent: list[Do] = []
 
-    def send(self, data: bytes) -> None:
-        self.sent += [frame.do for frame in [read(io.BytesIO(data))] if frame]
-
     def say(self, do: Do, *values: object) -> None:
         self.sent.append(do)
 
@@ -66,16 +59,16 @@ def _machines(*answers: Frame) -> tuple[Machines, Line]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "size", "found"),
+    ("changes", "found"),
     [
-        ({"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80}, 2, "5 n_heads"),
-        ({"intermediate_size": 63}, 2, "Cannot shard the output of size 63"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80}, "5 n_heads"),
+        ({"intermediate_size": 63}, "Cannot shard the output of size 63"),
     ],
 )
-def test_what_does_not_divide_is_refused(changes, size, found):
+def test_what_does_not_divide_is_refused(changes, found):
     model = build({**tiny_config("llama"), **changes})
     with pytest.raises(UnsupportedTargetError, match=found):
-        split(model, Group(size))
+        split(model, Group())
 
 
 def test_a_family_that_mlx_lm_cannot_split_is_refused():

@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab.ranks import Ranks, started
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.machines.line import LOST
 from tests.machines.test_launch import store_tiny
 
@@ -46,7 +46,7 @@ def _store_adapter(folder: Path, model: Any) -> Path:
     mx.random.seed(2)
     weights = {
         name: mx.random.normal(array.shape, scale=0.1)
-        for name, array in tree_flatten(model.parameters())
+        for name, array in named_parameters(model).items()
         if name.endswith(("lora_a", "lora_b"))
     }
     folder.mkdir()

@@ -133,10 +133,9 @@ def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
 
     target = Target(model)
     cache = target.caches.new()
-    drafts: Any = trees.ScriptedDrafts(stock)
+    drafts = trees.DraftsOnDevice([*PROMPT, *stock])
     if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
-        drafts = trees.DraftsOnDevice([*PROMPT, *stock], is_chain=False)
     followed = trees.Followed(monkeypatch)
     options = {"cache": cache, "max_tokens": NUM_TOKENS, "keeps_cache": True}
     text = trees.sequence_of(target, PROMPT, drafts, **options)
@@ -196,8 +195,8 @@ def test_packed_embedding():
     config = tiny_config("prism_hadamard_qwen35")
     (packed,) = config["modules"]
     embedding = {**packed, "path": "model.embed_tokens", "embedding": True}
-    text_config = {**config["text_config"], "hidden_size": 512}
-    model = build({**config, "modules": [packed, embedding], "text_config": text_config})
+    wide = tiny_models.resized(config, hidden_size=512)
+    model = build({**wide, "modules": [packed, embedding]})
     assert find_parts(model).embedding.weight.shape[-1] < 512
     target = Target(model)
     assert (target.hidden_size, target.vocab_size) == (512, VOCAB_SIZE)

@@ -30,9 +30,8 @@ from tests.helpers.few_shapes import use_few_shapes
 from tests.models import tiny_models, trees
 from tests.models.test_architectures import TEXT_MODELS, disagreement
 from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
-from tests.models.trees import ScriptedDrafts, read_by_stock, rows_of, sequence_of
+from tests.models.trees import DraftsOnDevice, read_by_stock, rows_of, sequence_of
 
-NUM_TEXTS = 3
 # Maximum difference of entries, of the largest one: states differ by up to 3e-5 on some machines.
 TOLERANCE = 5e-5
 # Passes of a text that are kept: two whose tokens it takes, two that wait for it, and the newest.
@@ -122,10 +121,7 @@ def _poisoned(array: mx.array, slot: int) -> mx.array:
 
 
 def decode_together(
-    model_type: str,
-    target: Target,
-    quantisation: Quantisation | None = None,
-    num_texts: int = NUM_TEXTS,
+    model_type: str, target: Target, quantisation: Quantisation | None = None, num_texts: int = 3
 ) -> None:
     """Decode random texts in a batch and compare tokens and caches with stock mlx-lm."""
     rng, model, scheduler = random.Random(model_type), target.model, Scheduler(target)
@@ -137,7 +133,7 @@ def decode_together(
         if len(texts) < num_texts and (not readers or rng.random() < 0.3):
             case, number = cases[len(texts)], len(texts)
             # Every third text decodes plainly.
-            drafts = ScriptedDrafts(case.text) if number % 3 else None
+            drafts = DraftsOnDevice([*case.prompt, *case.text]) if number % 3 else None
             cache = target.caches.new(quantisation=quantisation)
             options = {"max_tokens": len(case.text), "keeps_cache": True, "cache": cache}
             texts.append(sequence_of(target, case.prompt, drafts, case.params, **options))
@@ -182,7 +178,8 @@ def test_a_text_that_leaves_a_batch_before_the_first_pass_of_that(model_type):
     case = make_case(target.model, trees.PROMPT, 12, 12, trees.GREEDY)
     for count in range(1, 6):
         options = {"max_tokens": 12, "keeps_cache": True}
-        text = sequence_of(target, case.prompt, ScriptedDrafts(case.text), **options)
+        drafts = DraftsOnDevice([*case.prompt, *case.text])
+        text = sequence_of(target, case.prompt, drafts, **options)
         other, scheduler = sequence_of(target, [5], max_tokens=1), Scheduler(target)
         reader, beside = (decode(one, scheduler.step, scheduler.leave) for one in (text, other))
         found = [next(reader).id for _ in range(count)]
@@ -199,13 +196,13 @@ def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_
     for number, (size, length) in enumerate([(9, 4), (1, 11), (9, 7)]):
         prompt = [(7 * number + 3 * k + 5) % VOCAB_SIZE for k in range(size)]
         cases.append(make_case(target.model, prompt, length, length, trees.GREEDY))
-        drafts = ScriptedDrafts(cases[-1].text) if number else None
+        drafts = DraftsOnDevice([*prompt, *cases[-1].text]) if number else None
         options = {"max_tokens": length, "keeps_cache": True}
         texts.append(sequence_of(target, prompt, drafts, **options))
     readers = [decode(text, scheduler.step, scheduler.leave) for text in texts]
     found: list[list[int]] = [[], [], []]
     # Each number reads a token of a text, which begins when it is first read.
-    for number in map(int, "00101012121111221112221112"):
+    for number in map(int, "0001101122211121112122"):
         found[number] += [token.id for token in islice(readers[number], 1)]
         if len(found[number]) == cases[number].num_taken:
             readers[number].close()

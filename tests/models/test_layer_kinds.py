@@ -8,6 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
@@ -25,12 +26,6 @@ KINDS = [
     "olmo_hybrid", "qwen3_5", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1", "baichuan_m1",
     "jamba", "kimi_linear", "recurrent_gemma", "mamba",
 ]  # fmt: skip
-
-
-def long_config(model_type: str) -> Config:
-    """The config of a model that has no limit to speak of."""
-    config, sizes = tiny_config(model_type), {"max_position_embeddings": 4096}
-    return {**config, **sizes, "text_config": {**config.get("text_config", {}), **sizes}}
 
 
 def test_a_text_without_positions_has_no_limit():
@@ -88,7 +83,7 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone():
     model = build(tiny_config("mamba2"))  # attention to rows of NaN spoils all nodes
     tree = branching_tree()
     expected = decode_paths(model, tree).logits
-    table = dict(tiny_models.flat_parameters(model))["backbone.embeddings.weight"]
+    table = named_parameters(model)["backbone.embeddings.weight"]
     table[41] = mx.nan  # node 2
     found = verify_after_prompt(Target(model), tree).logits
     below = mx.array([2, 5, 10])
@@ -99,9 +94,8 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone():
 
 def test_memory_does_not_hold_a_state_per_node():
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 8}
-    config = tiny_config("qwen3_5")
-    model = build({**config, "text_config": {**config["text_config"], **sizes}})
-    target, state = Target(model), 8 * 128 * 128 * 4
+    target = Target(build(tiny_models.resized(tiny_config("qwen3_5"), **sizes)))
+    state = 8 * 128 * 128 * 4
 
     def memory(num_nodes: int) -> tuple[int, int]:
         """Bytes at the peak of a tree, and after it."""

@@ -23,11 +23,11 @@ from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.calls import at_call
 from tests.helpers.costs import stop_clock
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models import tiny_models
 from tests.models.test_architectures import VISIBLE, disagreement
-from tests.models.test_texts import assert_continues_alike
+from tests.models.test_texts import assert_continues_alike, assert_text_and_cache
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config, wide_config, windowed_config
 from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt
 
@@ -87,16 +87,8 @@ FIXED = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
 )
 def test_texts_and_the_caches_after_them(monkeypatch, model, drafter, bits, start, shape):
     stop_clock(monkeypatch)
-    options = options_of(bits, start) | {"prefill_step_size": 4}
-    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    stock = stock_tokens(model, PROMPT, NUM_TOKENS, prompt_cache=stock_cache, **options)
-    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache, **shape}
-    found = list(stream(model, PROMPT, DRAFTERS[drafter](), **options))
-    assert_same_tokens(stock, [response.token for response in found], drafter)
-    for response, (_, log_probs) in zip(found, stock, strict=True):
-        assert disagreement(response.logprobs, log_probs) <= VISIBLE
-    assert {type(layer) for layer in cache} == {QuantizedKVCache}
-    assert_continues_alike(model, cache, stock_cache)
+    own = options_of(bits, start) | {"prefill_step_size": 4}
+    assert_text_and_cache(model, PROMPT, DRAFTERS[drafter](), NUM_TOKENS, own, **shape)
 
 
 def test_no_tree_has_nodes_on_both_sides_of_the_start(monkeypatch, model):

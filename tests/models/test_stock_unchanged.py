@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.proposers.draft_model import DraftModel
@@ -16,7 +17,7 @@ from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
-from tests.helpers.oracles import assert_scores
+from tests.helpers.oracles import are_equal, assert_scores
 from tests.models import tiny_models
 from tests.models.tiny_models import WITH_WINDOWS, build, main_rope, tiny_config
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
@@ -39,18 +40,18 @@ def stock_logits(model: nn.Module) -> list[mx.array]:
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_stock_logits_stay_bitwise_equal(model_type):
     model = build(tiny_config(model_type, main_rope(model_type)))
-    names = [name for name, _ in tiny_models.flat_parameters(model)]
+    names = list(named_parameters(model))
     before, hooked = stock_logits(model), list[object]()
     points = find_parts(model).hooks
     for _ in range(2):  # hooks are installed once
         verify_after_prompt(Target(model), branching_tree())
-        assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(model), strict=True))
+        assert are_equal(before, stock_logits(model))
         found = [hooked_class(point.owner, point.name) for point in points]
         assert all(hasattr(one, "redrafter_hooks") for one in found)
         assert found == (hooked or found)
         hooked = found
     assert find_parts(model).hooks == points
-    assert [name for name, _ in tiny_models.flat_parameters(model)] == names
+    assert list(named_parameters(model)) == names
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "llama"])
@@ -63,13 +64,13 @@ def test_copies_of_a_hooked_model_are_stock(model_type, way):
     twin = COPIES[way](model)
     assert classes(model) != stock_classes
     assert classes(twin) == classes(build(config)) == stock_classes
-    assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(twin), strict=True))
+    assert are_equal(before, stock_logits(twin))
     expected = verify_after_prompt(target, branching_tree())
     found = verify_after_prompt(Target(twin), branching_tree())
     assert mx.array_equal(expected.logits, found.logits)
     assert mx.array_equal(expected.hidden_states, found.hidden_states)
     assert classes(twin) == classes(model)
-    assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(twin), strict=True))
+    assert are_equal(before, stock_logits(twin))
 
 
 def classes(model: nn.Module) -> list[type]:

@@ -5,6 +5,7 @@ import itertools
 import random
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +37,7 @@ from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models import tiny_models
 from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
-from tests.models.test_layer_kinds import KINDS, long_config
+from tests.models.test_layer_kinds import KINDS
 from tests.models.tiny_models import VOCAB_SIZE, WINDOW, WITH_WINDOWS, build, tiny_config
 from tests.models.trees import PROMPT, branching_tree, read_by_stock, rows_of
 
@@ -74,7 +75,8 @@ def config_of(name: str) -> tiny_models.Config:
         return {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4, "layer_types": types}
     if name in QUANTISED:
         return tiny_models.wide_config("llama")
-    return tiny_models.windowed_config(name) if name in WITH_WINDOWS else long_config(name)
+    make = tiny_models.windowed_config if name in WITH_WINDOWS else tiny_models.long_config
+    return make(name)
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -131,6 +133,20 @@ def assert_continues_alike(
         assert disagreement(log_probs, truth) <= (VISIBLE if is_quantised else TOLERANCE)
 
 
+def assert_text_and_cache(
+    model: nn.Module, prompt: list[int], drafter: Any, length: int, own: Any, **shape: Any
+) -> None:
+    """A text and the cache after it are stock mlx-lm's; ``own`` says which rows are quantised."""
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, prompt, length, prompt_cache=stock_cache, **own)
+    options = {"max_tokens": length, "prompt_cache": cache, **own, **shape}
+    found = list(stream(model, prompt, drafter, **options))
+    assert_same_tokens(stock, [response.token for response in found])
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= (VISIBLE if own else TOLERANCE)
+    assert_continues_alike(model, cache, stock_cache)
+
+
 def assert_holds(
     model: nn.Module,
     cache: list[Any],
@@ -179,19 +195,10 @@ def test_texts_of_any_shapes(monkeypatch, name, length, has_few_shapes):
     if has_few_shapes:
         use_few_shapes(monkeypatch)
         compile_passes(monkeypatch, uses=2)
-    model, prompt = build(config_of(name)), prompt_of(length)
-    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    options, is_quantised = options_of(name), name in QUANTISED
-    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache, **options)
-    use_policy(monkeypatch, AnyShapes(length) if is_quantised else RandomShapes(length))
-    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
-    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache}
-    found = list(stream(model, prompt, drafter, **options))
-    assert_same_tokens(stock, [response.token for response in found])
-    for response, (_, log_probs) in zip(found, stock, strict=True):
-        tolerance = VISIBLE if is_quantised else TOLERANCE
-        assert disagreement(response.logprobs, log_probs) <= tolerance
-    assert_continues_alike(model, cache, stock_cache)
+    model, prompt, own = build(config_of(name)), prompt_of(length), options_of(name)
+    use_policy(monkeypatch, AnyShapes(length) if own else RandomShapes(length))
+    drafter = Scripted(ids(stock_tokens(model, prompt, NUM_TOKENS, **own)), VOCAB_SIZE, 0.8)
+    assert_text_and_cache(model, prompt, drafter, NUM_TOKENS, own)
 
 
 @pytest.mark.parametrize(
@@ -282,13 +289,7 @@ def test_a_text_that_is_closed_after_another_has_begun_in_chunks(name):
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
     """Interrupt after ``number`` calls of a method."""
-    calls = itertools.count()
-
-    def stop(*_: Any) -> None:
-        if next(calls) == number:
-            raise KeyboardInterrupt
-
-    at_call(patch, owner, name, stop)
+    at_call(patch, owner, name, Mock(side_effect=KeyboardInterrupt), number + 1)
 
 
 def assert_interrupted(

@@ -7,13 +7,14 @@ the trees of the tests lie across it.
 
 import json
 import math
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.utils import _get_classes
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 
 Config = dict[str, Any]
@@ -293,15 +294,24 @@ def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Co
     return {"vocab_size": VOCAB_SIZE, **extra, "model_type": model_type, "text_config": inner}
 
 
-def windowed_config(model_type: str, window: int = WINDOW) -> Config:
-    """The config of a model that has a layer with a window, and no limit to speak of."""
-    config = {**tiny_config(model_type), **WITH_WINDOWS[model_type]}
-    keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
-    # Llama 4's attention scale has a period no shorter than a tree.
-    sizes = {**dict.fromkeys(keys, window), "max_position_embeddings": 4096, "floor_scale": 500}
+def resized(config: Config, **sizes: Any) -> Config:
+    """A config with other sizes, those of its language model if it has one inside."""
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **sizes}}
     return {**config, **sizes}
+
+
+def long_config(model_type: str) -> Config:
+    """The config of a model that has no limit to speak of."""
+    return resized(tiny_config(model_type), max_position_embeddings=4096)
+
+
+def windowed_config(model_type: str, window: int = WINDOW) -> Config:
+    """The config of a model that has a layer with a window, and no limit to speak of."""
+    config = {**long_config(model_type), **WITH_WINDOWS[model_type]}
+    keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
+    # Llama 4's attention scale has a period no shorter than a tree.
+    return resized(config, **dict.fromkeys(keys, window), floor_scale=500)
 
 
 def wide_config(model_type: str) -> dict[str, Any]:
@@ -309,9 +319,8 @@ def wide_config(model_type: str) -> dict[str, Any]:
     sizes = {"head_dim": GROUP_SIZE, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
     sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
     if model_type == "llama4":
-        config = windowed_config(model_type)
-        return {**config, "text_config": {**config["text_config"], **sizes}}
-    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
+        return resized(windowed_config(model_type), **sizes)
+    return resized(tiny_config(model_type, main_rope(model_type)), **sizes)
 
 
 def main_rope(model_type: str) -> str:
@@ -341,13 +350,9 @@ def build(config: Config, seed: int = 0) -> nn.Module:
     return model
 
 
-def flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-
-
 def _random_weights(model: nn.Module, key: mx.array) -> list[tuple[str, mx.array]]:
     weights = []
-    for name, value in flat_parameters(model):
+    for name, value in named_parameters(model).items():
         key, here = mx.random.split(key)
         noise = mx.random.normal(value.shape, key=here)
         if value.dtype == mx.uint32:

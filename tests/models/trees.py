@@ -151,58 +151,32 @@ def step_together(scheduler: Scheduler) -> Iterator[tuple[SequenceDecoder, list[
             text.close()
 
 
-class _Drafts:
-    """Drafts that are right for 0, 1, 2 ... tokens in turn."""
+class DraftsOnDevice:
+    """Drafts of a text with its prompt, made on the device, right for 0, 1, 2 ... in turn.
+
+    In trees that are no chains every draft comes after a wrong sibling, so that accepted nodes are
+    not the first ones.
+    """
 
     reader = None
 
-    def __init__(self) -> None:
+    def __init__(self, text: list[int], is_chain: bool = False):
+        self.text = mx.array([*text, *[0] * (2 * (DRAFT_LENGTH + 1))])
+        self.is_chain = is_chain
         self.num_drafted = 0
 
     def matches(self, least: float) -> None:
         """There is always something to propose."""
 
-    def next_num_right(self, most: int) -> int:
-        self.num_drafted += 1
-        return (self.num_drafted - 1) % (most + 1)
-
     def skip(self, flight: Pass) -> None:
-        """Note a pass without drafts."""
+        """Nothing to note."""
 
     def trim_to(self, length: int) -> None:
         """Nothing to trim."""
 
-
-class ScriptedDrafts(_Drafts):
-    """Drafts of a text that are right for 0, 1, ... 4 tokens in turn, then wrong, by `PLAN`."""
-
-    def __init__(self, stock: list[int]):
-        super().__init__()
-        self.stock = stock
-        self.num_known = 0
-
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        self.skip(flight)
-        num_right = self.next_num_right(DRAFT_LENGTH - 1)
-        return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)
-
-    def skip(self, flight: Pass) -> None:
-        self.num_known += len(flight.tokens)
-
-
-class DraftsOnDevice(_Drafts):
-    """Drafts of a text with its prompt, made on the device, right for 0, 1, 2 ... in turn.
-
-    In trees that are no chains every draft comes after a wrong sibling.
-    """
-
-    def __init__(self, text: list[int], is_chain: bool):
-        super().__init__()
-        self.text = mx.array([*text, *[0] * (2 * (DRAFT_LENGTH + 1))])
-        self.is_chain = is_chain
-
-    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        num_right = self.next_num_right(DRAFT_LENGTH)
+        num_right = self.num_drafted % (DRAFT_LENGTH + 1)
+        self.num_drafted += 1
         depths = mx.arange(1, DRAFT_LENGTH + 1)
         # The root stands at this position, the drafts after it.
         root = flight.length + flight.num_accepted + 1
@@ -230,17 +204,3 @@ class Followed:
             return follows
 
         patch.setattr(Lane, "follow", count)
-
-
-def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:
-    """A tree in which ``num_right`` drafts are right, with wrong siblings, then wrong ones."""
-    tokens, parents, last = [root], [0], 0
-    for depth in range(DRAFT_LENGTH):
-        draft = coming[depth] if depth < len(coming) else 0
-        if depth >= num_right:
-            draft = (draft + 1) % VOCAB_SIZE
-        # The wrong sibling comes first, so that accepted nodes are not the first ones.
-        tokens += [(draft + 17) % VOCAB_SIZE, draft]
-        parents += [last, last]
-        last = len(tokens) - 1
-    return TokenTree.of(tokens, parents)

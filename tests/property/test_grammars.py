@@ -111,26 +111,19 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         return any(type(value) is type(one) and value == one for one in schema["enum"])
     kind = schema["type"]
     types: dict[str, Any] = {"string": str, "integer": int, "boolean": bool, "null": type(None)}
-    if kind in types and type(value) is not types[kind]:
+    types |= {"array": list, "object": dict}
+    if type(value) is not types[kind]:
         return False
     if kind == "string":
         return len(value) <= schema["maxLength"]
     if kind == "integer":
         return bool(schema["minimum"] <= value <= schema["maximum"])
     if kind == "array":
-        items = schema["items"]
-        return (
-            isinstance(value, list)
-            and len(value) <= schema["maxItems"]
-            and all(fits(one, items) for one in value)
-        )
+        return len(value) <= schema["maxItems"] and all(fits(one, schema["items"]) for one in value)
     if kind == "object":
         properties = schema["properties"]
-        return (
-            isinstance(value, dict)
-            and set(schema["required"]) <= value.keys() <= properties.keys()
-            and all(fits(one, properties[name]) for name, one in value.items())
-        )
+        has_names = set(schema["required"]) <= value.keys() <= properties.keys()
+        return has_names and all(fits(one, properties[name]) for name, one in value.items())
     return True
 
 

@@ -29,17 +29,16 @@ FEW = 4
 SIGNATURE = ("unexpected keyword argument", "required positional", "multiple values", "positional")
 # Values of wrong types, or out of range.
 VALUES: tuple[Any, ...] = (
-    *(*JSON_VALUES, b"ab", {1, 2}, range(3), object(), Exception, 1j, Path("/nowhere"), [[1],
-        ["a"]]),
-    *((), "lookup", [-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7])),
+    *JSON_VALUES, b"ab", {1, 2}, range(3), object(), Exception, 1j, Path("/nowhere"), [[1], ["a"]],
+    (), "lookup", [-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7]),
     float("inf"),
 )  # fmt: skip
 # Samplers and processors that return wrong values.
 FUNCTIONS: tuple[Any, ...] = (
-    *(lambda *_: None, lambda *_: "a", lambda *_: mx.array([10**7]), lambda *_: mx.array([-5])),
-    *(lambda *_: mx.array([[1, 2], [3, 4]]), lambda *_: mx.array(0.5), lambda a, b=None: a),
-    *(lambda: None, lambda *_: mx.array(float("nan")), lambda *_: 3),
-)
+    lambda *_: None, lambda *_: "a", lambda *_: mx.array([10**7]), lambda *_: mx.array([-5]),
+    lambda *_: mx.array([[1, 2], [3, 4]]), lambda *_: mx.array(0.5), lambda a, b=None: a,
+    lambda: None, lambda *_: mx.array(float("nan")), lambda *_: 3,
+)  # fmt: skip
 
 
 class Yard:

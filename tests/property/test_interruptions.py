@@ -63,8 +63,8 @@ def at_event(patch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -
     at_call(patch, device_read, "waiting", happen)
 
 
-def cancel_elsewhere(stream: ResponseStream) -> None:
-    thread = threading.Thread(target=stream.cancel)
+def in_another_thread(do: Callable[[], object]) -> None:
+    thread = threading.Thread(target=do)
     thread.start()
     thread.join()
 
@@ -82,22 +82,25 @@ def read_at_random(
         for _ in range(rng.randrange(1, 5)):
             try:
                 found[number].append(next(streams[number]).token)
-            except StopIteration:
-                live.remove(number)
-                break
             except (Exception, KeyboardInterrupt) as error:
-                errors[number] = error
+                errors[number] = None if isinstance(error, StopIteration) else error
                 live.remove(number)
                 break
     return found, errors
 
 
+def assert_begins(cache: list[Any], text: list[int]) -> None:
+    """The cache has no more than a beginning of a text."""
+    length = cache[0].offset
+    assert length <= len(text)
+    if length:
+        assert_same_rows(cache, prefilled(MODEL, text[:length]))
+
+
 def assert_holds(cache: list[Any], prompt: list[int], tokens: list[int]) -> None:
     """The cache has the prompt and the tokens, or a beginning of the prompt before any token."""
-    length = cache[0].offset
-    assert length == len(prompt) + len(tokens) if tokens else length <= len(prompt)
-    if length:
-        assert_same_rows(cache, prefilled(MODEL, (prompt + tokens)[:length]))
+    assert not tokens or cache[0].offset == len(prompt) + len(tokens)
+    assert_begins(cache, prompt + tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,13 +111,14 @@ def test_cancelled_by_another_thread_at_any_point(monkeypatch, kind, is_shared):
     num_cut = 0
     for number in range(2 + list(KINDS).index(kind) % 4, 34, 5):
         engine = _engine(drafter)
-        shared, caches = engine.share() if is_shared else None, []
-        streams = []
-        for prompt in PROMPTS:
-            caches.append(engine.new_prompt_cache())
-            streams.append(engine.stream(prompt, prompt_cache=caches[-1], shared=shared, **options))
+        caches = [engine.new_prompt_cache() for _ in PROMPTS]
+        options["shared"] = engine.share() if is_shared else None
+        streams = [
+            engine.stream(one, prompt_cache=cache, **options)
+            for one, cache in zip(PROMPTS, caches, strict=True)
+        ]
         with monkeypatch.context() as patch:
-            at_event(patch, number, lambda: cancel_elsewhere(streams[1]))  # noqa: B023
+            at_event(patch, number, lambda: in_another_thread(streams[1].cancel))  # noqa: B023
             found, errors = read_at_random(streams, number)
         assert errors == [None] * 3
         assert (found[0], found[2]) == (EXPECTED[0], EXPECTED[2])
@@ -131,7 +135,7 @@ def test_cancelled_between_the_choice_of_a_pass_and_the_pass(monkeypatch, kind):
     drafter, shape = KINDS[kind]
     num_shared = 0
     for number, seed in itertools.product((3, 5, 7, 9), range(6, 10)):
-        engine, steps = _engine(drafter), itertools.count(1)
+        engine = _engine(drafter)
         shared, cache = engine.share(), engine.new_prompt_cache()
         options = {**shape, "max_tokens": NUM_TOKENS, "shared": shared}
         stream = engine.stream(PROMPTS[0], prompt_cache=cache, **options)
@@ -139,12 +143,11 @@ def test_cancelled_between_the_choice_of_a_pass_and_the_pass(monkeypatch, kind):
 
         def cancel(_: Batch, moving: Sequence[Any]) -> None:
             nonlocal num_shared
-            if next(steps) == number:  # noqa: B023
-                num_shared += len(moving) > 1
-                stream.cancel()  # noqa: B023
+            num_shared += len(moving) > 1
+            stream.cancel()  # noqa: B023
 
         with monkeypatch.context() as patch:
-            at_call(patch, Batch, "step", cancel)
+            at_call(patch, Batch, "step", cancel, number)
             found, errors = read_at_random([stream, other], seed)
         assert errors == [None] * 2
         assert found == [EXPECTED[0][: len(found[0])], EXPECTED[1]]
@@ -172,7 +175,7 @@ def test_turns_on_one_cache_go_on_where_a_reader_left(kind):
         if count % 3:
             first.close()
         else:
-            cancel_elsewhere(first)
+            in_another_thread(first.cancel)
             found += [r.token for r in first]
         assert found == EXPECTED[0][: len(found)]
         assert_holds(cache, PROMPTS[0], found)
@@ -193,10 +196,7 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch
             found.extend(response.token for response in stream)
         num_failed += len(found) < NUM_TOKENS
         assert found == EXPECTED[0][: len(found)]
-        length = cache[0].offset
-        assert length <= len(PROMPTS[0]) + len(found)
-        if length:
-            assert_same_rows(cache, prefilled(MODEL, (PROMPTS[0] + found)[:length]))
+        assert_begins(cache, PROMPTS[0] + found)
         again = engine.stream(PROMPTS[1], max_tokens=NUM_TOKENS, **shape)
         assert [r.token for r in again] == EXPECTED[1]
     assert num_failed > 3
@@ -212,26 +212,19 @@ def test_ctrl_c_in_the_middle_of_a_shared_pass_spoils_no_text(monkeypatch, kind,
     num_stopped = 0
     for number in range(2, 32, 3):
         engine = _engine(drafter)
-        shared, calls = engine.share(), itertools.count(1)
-        caches = [engine.new_prompt_cache() for _ in PROMPTS]
+        shared, caches = engine.share(), [engine.new_prompt_cache() for _ in PROMPTS]
         streams = [
             engine.stream(one, prompt_cache=cache, shared=shared, max_tokens=NUM_TOKENS, **shape)
             for one, cache in zip(PROMPTS, caches, strict=True)
         ]
-
-        def stop(*_: Any) -> None:
-            if next(calls) == number:  # noqa: B023
-                raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
-            at_call(patch, owner, name, stop)
+            at_call(patch, owner, name, Mock(side_effect=KeyboardInterrupt), number)
             found, errors = read_at_random(streams, number)
         num_stopped += any(errors)
         for one, tokens, error in zip(EXPECTED, found, errors, strict=True):
             assert tokens == (one if error is None else one[: len(tokens)])
         for cache, prompt, tokens in zip(caches, PROMPTS, found, strict=True):
-            if length := cache[0].offset:
-                assert_same_rows(cache, prefilled(MODEL, (prompt + tokens)[:length]))
+            assert_begins(cache, prompt + tokens)
     assert num_stopped > 3
 
 
@@ -380,9 +373,7 @@ def test_streams_that_are_garbage_disturb_no_other(kind, where):
             gone.append(weakref.ref(client))
             del client
             if where != "amid a pass":
-                thread = threading.Thread(target=gc.collect)
-                thread.start()
-                thread.join()
+                in_another_thread(gc.collect)
             response = next(stream, None)
             if response is None:
                 break

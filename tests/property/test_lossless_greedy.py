@@ -6,27 +6,22 @@ GPU kernels for one and for several tokens may differ in any dtype.
 """
 
 import json
-import random
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-import numpy as np
 import pytest
 
 from mlx_redrafter import load
-from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.golden.record_fixed_shapes import FILE, PROMPTS, SAMPLINGS, record
 from tests.golden.record_fixed_shapes import SHAPES as RECORDED_SHAPES
 from tests.helpers import equality
-from tests.helpers.drafts import Scripted, grow, make_tree
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import quantize_wide, random_drafter, shared_model
-from tests.helpers.oracles import node_paths
+from tests.helpers.oracles import are_equal, logits_of_tree
 
 GOLDEN_TOKENS = 200
 # Random drafts are wrong nearly always, so that every token is a step.
@@ -132,19 +127,7 @@ def test_sampled_text(target, stories):
 def test_half_precision_logits_are_bitwise_those_of_single_tokens(stories, dtype):
     model, _, _ = load(stories.folder)
     model.set_dtype(HALVES[dtype])
-    target = Target(model)
-    text = [1, 5, 9]
-    cache = target.caches.new()
-    prefill(target, mx.array(text), cache, 512)
-    tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
-    logits = target.verify(make_tree(tokens, parents, 4), cache).logits
-    for path in node_paths(parents):
-        alone = target.caches.new()
-        prefill(target, mx.array(text), alone, 512)
-        for node in path:
-            last = target.advance(mx.array([tokens[node]]), alone).logits[0]
-        first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[path[-1]]))
-        assert np.array_equal(first, second)
+    assert are_equal(logits_of_tree(model, follow=False), logits_of_tree(model, follow=True))
 
 
 @on_cpu

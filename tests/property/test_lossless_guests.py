@@ -214,13 +214,13 @@ def test_a_drafter_that_is_right_foresees_every_outcome(sampling):
 
 def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens():
     mx.random.seed(0)
-    tree = make_tree([9, 3, 5, 4, 3], [0, 0, 0, 1, 2], 2).padded(7)
+    tokens, parents = [9, 3, 5, 4, 3], [0, 0, 0, 1, 2]
+    tree = make_tree(tokens, parents, 2).padded(7)
     token_ids = mx.array([1, 3, 4, 5, 8, 9])
     scores = mx.random.normal((7, 6))
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
     nodes, columns = likeliest_outcomes(tree, scores, token_ids, 5)
     rows, names = scores.tolist(), to_ints(token_ids)
-    tokens, parents = [9, 3, 5, 4, 3], [0, 0, 0, 1, 2]
     paths = [0.0]
     for node in range(1, 5):
         paths.append(paths[parents[node]] + rows[parents[node]][names.index(tokens[node])])

@@ -15,7 +15,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
-from tests.helpers import equality
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import (
     assert_same_tokens,
@@ -60,24 +59,6 @@ def model() -> nn.Module:
     return tiny_llama(seed=3, vocab_size=VOCAB_SIZE, layers=2, spread=3.0)
 
 
-@pytest.fixture(scope="module")
-def greedy(model: nn.Module) -> list[equality.Scored]:
-    """What stock mlx-lm writes at temperature 0."""
-    return stock_tokens(model, PROMPT, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module", params=FILTERS, ids=str)
-def filters(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A filter of the tokens that are sampled."""
-    return dict(request.param)
-
-
-@pytest.fixture(scope="module")
-def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[equality.Scored]:
-    """What is sampled without drafts, with one seed."""
-    return plain_tokens(model, PROMPT, temp=1.0, seed=5, max_tokens=20, **filters)
-
-
 @pytest.mark.parametrize("group", range(6))
 def test_drafted_sample_equals_plain_sample(model, group):
     drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
@@ -99,32 +80,27 @@ def test_drafted_sample_equals_plain_sample(model, group):
     [{"temp": 1.0, "top_p": 1e-46}, {"temp": 1.5, "top_p": 5e-324, "top_k": 3}, {"temp": 5e-324}],
     ids=str,
 )
-def test_what_is_0_in_float32_writes_the_greedy_text(model, greedy, sampling):
+def test_what_is_0_in_float32_writes_the_greedy_text(model, sampling):
+    greedy = stock_tokens(model, PROMPT, NUM_TOKENS)
     for shape in SHAPES:
         for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
             found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
             assert_same_tokens(greedy, found, (drafter, shape))
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"draft_vocab_size": 12},  # token ids of its own
-        {"vocab_size": 90},  # leaves out the padding of the target's embedding
-        {"draft_top_k": 5},
-    ],
-    ids=str,
-)
-def test_drafters_that_know_part_of_the_vocabulary(model, filters, plain_of_filter, head):
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_drafters_that_know_part_of_the_vocabulary(model, filters):
     """They rank with the noise of the tokens that their rows stand for."""
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, **head}
-    vocab_size, hidden_size = sizes.pop("vocab_size"), sizes.pop("hidden_size")
-    drafter = random_drafter(vocab_size, hidden_size, **sizes)  # type: ignore[arg-type]
-    if drafter.config.draft_vocab_size is not None:
-        drafter.token_ids = mx.array([95, 3, 17, 60, 61, 62, 5, 8, 9, 44, 99, 0], dtype=mx.int32)
-    options: dict[str, Any] = {"tokenizer": wrapped_tokenizer(vocab_size), "tree_nodes": 12}
-    options |= {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
-    assert_same_tokens(plain_of_filter, tokens(model, PROMPT, drafter, **options))
+    sampling = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    plain = plain_tokens(model, PROMPT, **sampling)
+    own_ids = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=12)
+    own_ids.token_ids = mx.array([95, 3, 17, 60, 61, 62, 5, 8, 9, 44, 99, 0], dtype=mx.int32)
+    # One leaves out the padding of the target's embedding.
+    others = random_drafter(90, 32), random_drafter(VOCAB_SIZE, 32, draft_top_k=5)
+    for drafter in (own_ids, *others):
+        tokenizer = wrapped_tokenizer(drafter.config.vocab_size)
+        found = tokens(model, PROMPT, drafter, tokenizer=tokenizer, tree_nodes=12, **sampling)
+        assert_same_tokens(plain, found, drafter.config)
 
 
 SAMPLERS: list[dict[str, Any]] = [
@@ -266,7 +242,7 @@ def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(model
 
 def test_a_text_that_is_broken_off_teaches_too(model):
     drafter = random_drafter(VOCAB_SIZE, 32)
-    responses = equality.stream(model, PROMPT, drafter, max_tokens=120)
+    responses = stream(model, PROMPT, drafter, max_tokens=120)
     memory = generation._memories.of(model, drafter)
     with closing(responses):
         *_, last = islice(responses, 60)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -80,18 +81,13 @@ def test_at_max_tokens_and_at_a_stop_token(model, text, start, count):
 def test_after_an_error_in_the_progress_callback(model, start, call):
     """Prompts of 4 tokens in chunks of 2 report 0, 2, 3 and, with the first token, 4."""
     cache = make_prompt_cache(model)
-    calls = []
-
-    def fail(done: int, total: int) -> None:
-        calls.append(done)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-
+    fail = Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
     responses = start(
         max_tokens=9, prompt_cache=cache, prefill_step_size=2, prompt_progress_callback=fail
     )
     with pytest.raises(KeyboardInterrupt):
         next(responses)
+    calls = [done for (done, _), _ in fail.call_args_list]
     assert calls == [0, 2, 3, 4][:call]
     if calls[-1]:
         _assert_holds(model, cache, PROMPT[: calls[-1]])

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter import load, stream_generate
 from mlx_redrafter.bench.lab.exactness import decode_texts
-from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2, Precision, RealModel, find_model
+from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2, RealModel, find_model
 from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
@@ -23,37 +23,33 @@ from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import shared_path
 from tests.server.serving import serving
 
-# Maximum time of a test that may be the first to ask for a model, in seconds.
-FIRST_SECONDS = 900
+pytestmark = pytest.mark.timeout(900)  # a test may be the first to ask for a model
+# Maximum number of tokens of a question.
+SHORT = 60
+TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 24}
 
 
 @cache
-def _find(model: RealModel, precision: Precision) -> Path | RedrafterError:
+def _find(model: RealModel) -> Path | RedrafterError:
     """Return a folder, or why there is none; a failed download is not tried again."""
     try:
-        return find_model(model, precision)
+        return find_model(model, "float32")
     except RedrafterError as error:
         return error
 
 
-def real_folder(model: RealModel, precision: Precision = "float32") -> Path:
-    """Return the folder of a published model; skips the test if it cannot be had."""
-    folder = _find(model, precision)
+def real_folder(model: RealModel) -> Path:
+    """Return the folder of a published model in float32; skips the test if it cannot be had."""
+    folder = _find(model)
     if isinstance(folder, RedrafterError):
         pytest.skip(str(folder))
     return folder
 
 
 def real_pair(model: RealModel) -> tuple[Any, Any]:
-    """Load a published model in float32, and its tokenizer; skips the test likewise."""
+    """Load a published model and its tokenizer; skips the test likewise."""
     target, tokenizer, _ = load(real_folder(model), drafter="lookup")
     return target, tokenizer
-
-
-pytestmark = pytest.mark.timeout(FIRST_SECONDS)
-# Maximum number of tokens of a question.
-SHORT = 60
-TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 24}
 
 
 def _questions(tokenizer: Any, count: int) -> list[EncodedPrompt]:

@@ -212,6 +212,7 @@ BODY = {
     "messages": [{"role": "user", "content": "A"}],
     "tools": [{"type": "function", "function": {"name": "say", "parameters": SCHEMA}}],
 }
+REQUEST, _ = read(BODY, DEFAULTS)
 
 
 def _engine() -> Engine:
@@ -225,8 +226,7 @@ def _engine() -> Engine:
 def _held() -> tuple[Engine, Any]:
     """An engine, and the grammar of an answer that may call a tool."""
     engine = _engine()
-    request, _ = read(BODY, DEFAULTS)
-    return engine, make_grammar(engine, PROMPT, request.tools, None)
+    return engine, make_grammar(engine, PROMPT, REQUEST.tools, None)
 
 
 def _ids(engine: Engine, text: str) -> list[int]:
@@ -239,8 +239,7 @@ def _characters(engine: Engine, text: str) -> list[int]:
 
 def _write(engine: Engine, tokens: list[int]) -> Any:
     """The parts of an answer whose tokens are chosen by a script, added up."""
-    request, _ = read(BODY, DEFAULTS)
-    grammar = make_grammar(engine, PROMPT, request.tools, None)
+    grammar = make_grammar(engine, PROMPT, REQUEST.tools, None)
     script = chain(tokens, repeat(0))  # the step after the end has begun already
 
     def choose(log_probs: mx.array) -> mx.array:
@@ -248,7 +247,7 @@ def _write(engine: Engine, tokens: list[int]) -> Any:
         assert np.isfinite(log_probs[0, token].item()) or token == 0, token
         return mx.array([token])
 
-    _, whole = collect(engine, request, PROMPT, grammar, sampler=choose, max_tokens=200)
+    _, whole = collect(engine, REQUEST, PROMPT, grammar, sampler=choose, max_tokens=200)
     return whole
 
 
@@ -291,7 +290,7 @@ def test_calls_are_held_only_in_formats_with_a_grammar():
     tokenizer = tool_tokenizer("json_tools")
     tokenizer._tool_parser = lambda text, tools: None
     engine = Engine(MODEL, tokenizer, None)
-    assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
+    assert make_grammar(engine, PROMPT, REQUEST.tools, None) is None
     other = {"type": "function", "function": {"name": "other"}}
     some = {"type": "allowed_tools", "mode": "auto", "tools": [other]}
     body = {**BODY, "tools": [*BODY["tools"], other]}

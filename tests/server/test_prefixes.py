@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import DraftModel
+from mlx_redrafter.decoding import scheduler
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.proposers.lookup.contexts import following
@@ -24,8 +26,7 @@ from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.protocols.openai_completions import read
 from tests.helpers.agent_trace import Trace
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
-from tests.models.test_layer_kinds import long_config
-from tests.models.tiny_models import VOCAB_SIZE, build, wide_config, windowed_config
+from tests.models.tiny_models import VOCAB_SIZE, build, long_config, wide_config, windowed_config
 from tests.property.test_lossless_networks import block, eagle
 
 STEP = 32
@@ -263,8 +264,10 @@ def test_a_state_is_not_that_of_the_text_that_was_parted_from():
         assert _write(loaded, prompt, OPTIONS)[0] == _write(cold, prompt, OPTIONS)[0]
 
 
-def test_a_text_that_ends_before_the_first_pass_of_its_batch():
+def test_a_text_that_ends_before_the_first_pass_of_its_batch(monkeypatch):
     """A client may go just then; layers with states have no record of any pass yet."""
+    # On a busy machine the first text would end while the second one's prompt waits.
+    monkeypatch.setattr(scheduler, "time", Mock(perf_counter=lambda: 0.0))
     loaded = _load("hybrid", PrefixStore(0))
     requests = [read({"prompt": prompt}, OPTIONS)[0] for prompt in (PROMPT[:20], PROMPT[5:30])]
     first, second = (Job(loaded, one, one.prompts, lambda *parts: None) for one in requests)

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoint_files import named_parameters, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.train import ConsoleReporter, to_use
 from mlx_redrafter.proposers.checkpoint import save_drafter
@@ -40,7 +40,7 @@ from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingReques
 from tests.helpers.cli import Cli, Result
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import ROOT, random_drafter, shared_model
-from tests.models.tiny_models import WINDOW, build, flat_parameters, tiny_config, windowed_config
+from tests.models.tiny_models import WINDOW, build, tiny_config, windowed_config
 from tests.training.conftest import check_drafts, curve_of
 from tests.training.pieces import Silent
 
@@ -349,7 +349,7 @@ def save_target(model_type: str, folder: Path) -> None:
     if model_type == "qwen3_5":
         inner["tie_word_embeddings"] = True
     (folder / "config.json").write_text(json.dumps(config))
-    weights = dict(flat_parameters(build(config)))
+    weights = named_parameters(build(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
 

@@ -16,9 +16,11 @@ from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding import prefill as decoding_prefill
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
@@ -34,14 +36,7 @@ from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import tiny_llama
 from tests.models import trees
 from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import (
-    PROMPT,
-    DraftsOnDevice,
-    Followed,
-    ScriptedDrafts,
-    rows_of,
-    sequence_of,
-)
+from tests.models.trees import PROMPT, DraftsOnDevice, Followed, rows_of, sequence_of
 
 # Paths that are kept in turn: in place, with nodes aside, and the root alone.
 PATHS = [[0, 1, 3, 6], [0, 2, 5, 10], [0]]
@@ -165,7 +160,7 @@ def test_first_uses_are_not_timed(monkeypatch):
     stock = ids(stock_tokens(target.model, PROMPT, 20))
     seconds: list[float | None] = []
     monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
-    text = sequence_of(target, PROMPT, ScriptedDrafts(stock), max_tokens=20)
+    text = sequence_of(target, PROMPT, DraftsOnDevice([*PROMPT, *stock]), max_tokens=20)
     assert [token.id for token in decode(text)] == stock
     # The first use, and the third one, which compiles.
     assert [number for number, one in enumerate(seconds) if one is None] == [0, 2]
@@ -229,7 +224,7 @@ def test_a_caller_leaves_at_any_token(monkeypatch):
     for count in range(6, 12):
         caches = [make_prompt_cache(target.model) for _ in range(2)]
         plain = begin(target, None, caches[0], max_tokens=count)
-        drafted = begin(target, DraftsOnDevice([*PROMPT, *text], False), caches[1])
+        drafted = begin(target, DraftsOnDevice([*PROMPT, *text]), caches[1])
         with closing(decode(drafted)) as tokens:
             found = [next(tokens).id for _ in range(count)]
         assert found == text_of(plain)
@@ -249,7 +244,7 @@ def test_nan_after_a_path_ends_the_text(monkeypatch):
         return found._replace(logits=mx.where(is_bad, mx.nan, found.logits))
 
     monkeypatch.setattr(Target, "compute", compute_nan)
-    for drafts in (None, DraftsOnDevice([*PROMPT, *text], is_chain=False)):
+    for drafts in (None, DraftsOnDevice([*PROMPT, *text])):
         tokens = decode(begin(target, drafts))
         found: list[int] = []
         while len(found) <= first:
@@ -279,7 +274,7 @@ def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
     return mx.concatenate([inputs[2], inputs[0], model.model.norm(inputs[-1])], axis=-1)[0]
 
 
-class _States(ScriptedDrafts):
+class _States(DraftsOnDevice):
     """Keeps the states of a prompt, its last token included."""
 
     layers = LAYERS
@@ -292,10 +287,10 @@ class _States(ScriptedDrafts):
     def read(self, states: mx.array) -> None:
         self.found.append(states)
 
-    def skip(self, flight: Pass) -> None:
-        if self.num_known == 0:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        if self.num_drafted == 0:
             self.found.append(flight.path_states)
-        super().skip(flight)
+        return super().propose(flight, plan, noise)
 
 
 def test_states_of_prompts_that_share_their_passes(monkeypatch):
