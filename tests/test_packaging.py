@@ -17,12 +17,8 @@ import pytest
 
 from mlx_redrafter import __version__
 from tests.helpers.models import ROOT
+from tests.test_architecture import SOURCES
 
-FOLDERS = {
-    "mlx_redrafter": "mlx_redrafter", "cli": "mlx_redrafter/cli",
-    "convert": "mlx_redrafter/convert", "bench": "mlx_redrafter/bench",
-    "server": "mlx_redrafter/server",
-}  # fmt: skip
 PAGE = (
     "page.html", "page.js", "marked.umd.js", "purify.min.js", "marked.LICENSE", "purify.LICENSE",
 )  # fmt: skip
@@ -32,7 +28,6 @@ OTHERS = {
     "mlx_redrafter/checkpoints/drafters.tsv",
 }  # fmt: skip
 LARGEST_WHEEL = 25 * 10**6
-NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
 # Repository that the links on the package index lead to.
 REPOSITORY = "https://example.org/owner/name"
 
@@ -62,14 +57,10 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
 
 def _sources() -> set[str]:
     """What the sources of the five folders are called in the wheel."""
-    shipped = set()
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            relative = path.relative_to(ROOT)
-            if not any(str(relative).startswith(f"{name}/") for name in NOT_SHIPPED):
-                inner = Path(package) / path.relative_to(ROOT / folder)
-                shipped.add(inner.as_posix())
-    return shipped
+    return {
+        f"{module.replace('.', '/')}{'/__init__' if source.is_package else ''}.py"
+        for module, source in SOURCES.items()
+    }
 
 
 def _weights() -> set[str]:
