@@ -39,8 +39,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def _write_agent(folder: Path) -> None:
-    (folder / "claude").write_text(FAKE)
+def _write_agent(folder: Path, program: str = FAKE) -> None:
+    (folder / "claude").write_text(program)
     (folder / "claude").chmod(0o755)
 
 
@@ -78,8 +78,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
 def test_an_agent_ends_in_its_own_time(calling, tmp_path, number, code):
-    (tmp_path / "claude").write_text(SAVING)
-    (tmp_path / "claude").chmod(0o755)
+    _write_agent(tmp_path, SAVING)
     where = {"PATH": str(tmp_path), "HOME": str(tmp_path), "REDRAFTER_API_KEY": KEY}
     command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(calling.port)]
     how: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
