@@ -23,6 +23,8 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 # Seconds to wait for anything, on machines that are busy, too.
 LIMIT = 90
 Open = Callable[..., Any]
+expect = playwright.expect
+expect.set_options(timeout=1000 * LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +150,12 @@ def _contents(page: Any) -> list[str]:
     return list(page.evaluate("path(chat).map(turn => turn.content)"))
 
 
-def _titles(page: Any) -> list[str]:
-    return list(page.locator("#chats li > :first-child").all_text_contents())
+def _titles(page: Any) -> Any:
+    return expect(page.locator("#chats li > :first-child"))
 
 
-def _notes(page: Any) -> list[str]:
-    return list(page.locator("article p.note").all_text_contents())
-
-
-def _alert(page: Any) -> str:
-    return str(page.text_content("#alert"))
-
-
-def _num_articles(page: Any) -> int:
-    return int(page.locator("article").count())
+def _notes(page: Any) -> Any:
+    return expect(page.locator("article p.note"))
 
 
 def _wait_for_focus(page: Any, name: str) -> None:
@@ -197,7 +191,7 @@ def test_a_chat_has_the_texts_of_the_library(tiny, served):
         r"40 tokens, \d+ of them drafted, [\d.]+ tokens/s, [\d.]+ tokens/step",
         tiny.text_content(".speed"),
     )
-    _expect(_notes, tiny, ["Cut at the maximum number of tokens (40); raise it in Settings."])
+    _notes(tiny).to_have_text(["Cut at the maximum number of tokens (40); raise it in Settings."])
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "AND <b>U"}]
     assert _send(tiny, "AND <b>U") == _expected(served, messages)
     _set(tiny, "system", "BE KIND")
@@ -215,15 +209,15 @@ def test_a_stopped_answer_ends(tiny, served, monkeypatch):
     _wait(tiny)
     served.wait_until_idle()
     _expect(lambda _: served.worker.counters.texts["cancelled"] > 0, tiny, True)
-    _expect(_notes, tiny, ["Stopped."])
+    _notes(tiny).to_have_text(["Stopped."])
 
 
 def test_a_long_chat_goes_on(tiny):
     """Twice the context of 512 tokens; the server refuses none of it for good."""
     for i in range(24):
         _send(tiny, f"{i} WORDS AND MORE")
-        _expect(_alert, tiny, "")
-    assert any("oldest messages were left out" in note for note in _notes(tiny))
+        expect(tiny.locator("#alert")).to_be_empty()
+    tiny.locator("article p.note", has_text="oldest messages were left out").first.wait_for()
 
 
 def test_the_rules_for_the_browser(served):
@@ -266,7 +260,7 @@ def test_a_partial_answer_is_saved_meanwhile(open_page, page, script):
     script.go.set()
     _wait(page)
     _until(other, "path(chat).at(-1).content === 'one two three four'")
-    _expect(_notes, other, [])
+    _notes(other).to_have_text([])
 
 
 def test_a_question_without_an_answer(page, script):
@@ -319,28 +313,29 @@ def test_delete_can_be_undone(page, script):
     _send(page, "FIRST")
     page.click("#new")
     _send(page, "SECOND")
-    _expect(_titles, page, ["SECOND", "FIRST"])
+    _titles(page).to_have_text(["SECOND", "FIRST"])
     _press(page, "Delete SECOND")
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     _until(page, "document.activeElement.textContent === 'Undo'")
     page.keyboard.press("Enter")
     _expect(_contents, page, ["SECOND", "Well."])
-    _expect(lambda page: sorted(_titles(page)), page, ["FIRST", "SECOND"])
+    page.locator("#chats button", has_text="SECOND").first.wait_for()
+    _titles(page).to_have_count(2)
     _press(page, "Delete FIRST")
     page.reload()
-    _expect(_titles, page, ["SECOND"])
+    _titles(page).to_have_text(["SECOND"])
 
 
 def test_a_new_chat_while_it_writes(page, script):
     _begin_held(page, script, "SECRET", "one two three four", 2)
     page.click("#new")
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     script.say("Other.")
     assert _send(page, "HELLO") == "Other."
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "HELLO"}]
     page.locator("#chats button", has_text="SECRET").first.click()
     _expect(_contents, page, ["SECRET", "one two "])
-    _expect(_notes, page, ["Stopped."])
+    _notes(page).to_have_text(["Stopped."])
 
 
 def test_two_windows_of_one_chat(open_page, page, script):
@@ -364,7 +359,7 @@ def test_two_windows_of_one_chat(open_page, page, script):
     page.locator("#chats button", has_text="NEW").first.wait_for()
     _press(other, "Delete FIRST")
     page.locator("#alert", has_text="deleted in another window").wait_for()
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     _press(other, "Undo")
     page.locator("#chats button", has_text="FIRST").first.wait_for()
     assert page.locator("#chats button", has_text="Undo").count() == 0
@@ -406,7 +401,7 @@ def test_a_full_storage_is_said(page, script):
         "if (name.startsWith('fill')) localStorage.removeItem(name)"
     )
     _send(page, "AGAIN")
-    _expect(_alert, page, "")
+    expect(page.locator("#alert")).to_be_empty()
     page.reload()
     _expect(_contents, page, ["KEEP ME", "Well.", "AGAIN", "Well."])
 
@@ -494,7 +489,7 @@ def test_a_model_cannot_write_html(page, script):
             link.click()
     assert page.evaluate("window.hit") is None
     assert EVIL in page.locator("article.assistant .block").first.text_content()
-    _expect(_titles, page, [EVIL[:80]])
+    _titles(page).to_have_text([EVIL[:80]])
 
 
 @pytest.mark.parametrize("text", ["_a" * 100_000, "> " * 100_000])
@@ -591,18 +586,18 @@ def test_a_server_that_ends_amid_an_answer(page, script):
     script.say("one two three", end="broken")
     _ask(page, "ASK", "does not run any more")
     _expect(_contents, page, ["ASK", "one two three"])
-    _expect(_notes, page, ["The connection to the server broke off here."])
+    _notes(page).to_have_text(["The connection to the server broke off here."])
     script.say("Back.")
     _press(page, "Try again")
     page.locator("article", has_text="Back.").wait_for()
-    _expect(_alert, page, "")
+    expect(page.locator("#alert")).to_be_empty()
     _expect(_contents, page, ["ASK", "Back."])
 
 
 def test_a_server_that_fails(page, script):
     script.say("one two", end={"error": {"message": "the server ends"}})
     _ask(page, "ASK", "the server ends")
-    _expect(_notes, page, ["The server ended this answer."])
+    _notes(page).to_have_text(["The server ended this answer."])
     page.click("#new")
     message = "This model's maximum context length is 64 tokens, but messages has 99; shorten it"
     script.refuse(400, message, "context_length_exceeded")
@@ -630,7 +625,7 @@ def test_a_missing_key_opens_settings(open_page, script):
     page.fill("#key", "sécret“")
     page.keyboard.press("Enter")
     page.locator("article", has_text="Well.").wait_for()
-    _expect(_alert, page, "")
+    expect(page.locator("#alert")).to_be_empty()
 
 
 def test_thinking_does_not_fill_the_context(page, script):
@@ -650,7 +645,7 @@ def test_a_full_context_loses_the_oldest_turns(page, script):
     sent = [one["content"] for one in script.asked[-1]["messages"]]
     assert sent == ["SYSTEM", "Q2", "Well.", "Q3", "Well.", "Q4"]
     note = "The model's context is full: the 4 oldest messages were left out of this answer."
-    _expect(_notes, page, [note])
+    _notes(page).to_have_text([note])
     _send(page, "Q5")
     sent = [one["content"] for one in script.asked[-1]["messages"]]
     assert sent[:2] == ["SYSTEM", "Q2"]  # the server has computed these
@@ -670,7 +665,7 @@ def test_an_answer_cut_by_the_context_says_so(page, script):
     _set(page, "max_tokens", "3")
     _press(page, "Regenerate")
     _wait(page)
-    _expect(_notes, page, ["Cut at the maximum number of tokens (3); raise it in Settings."])
+    _notes(page).to_have_text(["Cut at the maximum number of tokens (3); raise it in Settings."])
 
 
 def test_a_model_without_a_chat_template(page, script):
@@ -694,7 +689,7 @@ def test_the_focus_is_where_one_types(page, script):
     page.keyboard.press("Escape")
     _wait(page)
     _wait_for_focus(page, "text")
-    _expect(_notes, page, ["Stopped."])
+    _notes(page).to_have_text(["Stopped."])
     _begin_held(page, script, "ASK", "one two three", 2)
     page.click("#send")
     _wait(page)
@@ -761,7 +756,7 @@ def test_the_list_of_chats_fits(page):
     )
     page.reload()
     page.click("#menu")
-    _expect(lambda page: len(_titles(page)), page, 40)
+    _titles(page).to_have_count(40)
     box = page.locator("#side").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= width
