@@ -6,8 +6,6 @@ The source archive is whole, and the page of the package index has no dead link.
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter import __version__
+from tests.helpers.cli import python
 from tests.helpers.models import ROOT
 from tests.test_architecture import SOURCES
 
@@ -40,9 +39,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
-    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
     variables = {**os.environ, "REPOSITORY_URL": REPOSITORY}
-    built = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    built = python("-m", "build", "--outdir", folder, source, env=variables)
     assert built.returncode == 0, built.stderr[-2000:]
     assert "absent from" not in built.stdout + built.stderr
     return folder
@@ -137,8 +135,6 @@ def test_a_checkout_runs_without_an_editable_install(module, argument):
         f"sys.argv = ['program', {argument!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__')"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    found = python("-c", code, cwd=ROOT)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout

@@ -21,7 +21,7 @@ from mlx_redrafter import save_drafter
 from mlx_redrafter.cli.generate import MAX_GRAMMAR_BYTES
 from mlx_redrafter.errors import CheckpointError
 from tests.e2e.test_hostile import GENERATE, config, failure, gone, refused, tensors, text
-from tests.helpers.cli import PROGRAM
+from tests.helpers.cli import PROGRAM, python
 from tests.helpers.models import random_drafter
 
 NOWHERE = "/no/such/folder"
@@ -244,12 +244,8 @@ def test_closed_streams_are_no_error():
 
 def test_signs_that_stdout_lacks_are_escaped():
     words = ("generate", "-p", "The", "-m", "9", "--drafter", "none", "--regex", "\u20ac")
-    found = subprocess.run(
-        [sys.executable, *PROGRAM, *words],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-        timeout=300,
-    )
+    variables = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    found = python(*PROGRAM, *words, env=variables, text=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout == b"\\u20ac\n"
 

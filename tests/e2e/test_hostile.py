@@ -6,7 +6,6 @@ on stdout; the folder that it ran in is as before, names and bytes.
 
 import hashlib
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli, commands
-from tests.helpers.hostile import COMMANDS, make_call, run_call
+from tests.helpers.hostile import COMMANDS, make_call, no_room, run_call
 from tests.helpers.models import change_config, change_tensors
 
 NOBODY = 65534
@@ -345,14 +344,8 @@ FULL = CONVERT, [*CONVERT, "--to", "pytorch"], [*MEASURE, "--out", "new.json"]
 def test_no_room_for_a_file(cli, yard, monkeypatch, arguments, room):
     """A bound on the size of files stands for a full disk: writing fails in the same places."""
     monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = snapshot(yard)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
+    with nothing_changes(yard), no_room(room):
         result = cli(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert snapshot(yard) == before
     last = result.err.splitlines()[-1]
     assert (result.code, last[:7]) == (1, "error: "), result
     assert "make room on the disk" in last

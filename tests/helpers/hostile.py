@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -99,6 +100,17 @@ def build_yard(folder: Path) -> None:
     (folder / "empty.jsonl").write_text('{"prompt": ""}\n')
     (folder / "wrong.jsonl").write_text('{"prompt": 3}\n[\n')
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+
+
+@contextlib.contextmanager
+def no_room(size: int = 0) -> Iterator[None]:
+    """Let no file grow beyond some bytes: as on a full disk, writing fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def make_call(number: int) -> Call:
