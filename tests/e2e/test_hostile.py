@@ -20,9 +20,8 @@ import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no r
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from mlx_redrafter import hub, load
+from mlx_redrafter import hub
 from mlx_redrafter.convert import publication
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli, commands
 from tests.helpers.hostile import COMMANDS, make_call, no_room, run_call
@@ -402,15 +401,3 @@ def test_damaged_timings(tmp_path, monkeypatch, content):
     path.write_text(content)
     assert rounds({"a": 0.75}) == [{"a": 0.75}]
     assert rounds() == [{"a": 0.75}]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [(3,), (None, 3), ("a\0b",), ("text.txt",), ("drafter",), ("model", "text.txt")],
-    ids=repr,
-)
-def test_what_cannot_be_loaded(yard, names):
-    """Wrong calls of the rest of the API are made in `tests/property/test_hostile_api.py`."""
-    with nothing_changes(yard), pytest.raises(RedrafterError) as caught:
-        load(*names)
-    assert "\n" not in str(caught.value)
