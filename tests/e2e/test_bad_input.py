@@ -120,6 +120,8 @@ UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     "a small vocabulary": (_drafter(4095, 32), "", 1, "4095 does not match the target's 4096"),
     "no config": (_in("model", gone("config.json")), "", 1,
         "no config.json ... weights alone; download the model again"),
+    "no tokenizer": (_in("model", gone("tokenizer.json")), "", 1,
+        "no letters, as without its tokenizer.json; download or convert it again"),
     "foreign weights": (_foreign_weights, "", 1, "mlx-lm cannot load"),
     "NaN weights": (NAN_DRAFTER, "", 1, "weights in rnn_u.bias ... convert or train it again"),
     "NaN logits": (NAN_LOGITS, "", 1, "logits after the prompt are NaN"),

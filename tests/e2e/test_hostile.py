@@ -179,7 +179,6 @@ DAMAGED_MODEL = {
     ),
     "tokenizer_config is a list": text("tokenizer_config.json", "[]"),
     "tokenizer_config is cut": cut("tokenizer_config.json", 20),
-    "tokenizer is gone": gone("tokenizer.json"),
     "tokenizer is cut": cut("tokenizer.json", 900),
     "a weight too many": tensors(foreign=mx.zeros((3,))),
     "an embedding of another shape": tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
