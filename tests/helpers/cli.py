@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import typer.main
@@ -38,7 +39,8 @@ class Result(NamedTuple):
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     """Run ``redrafter-mlx`` with these arguments."""
     capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
+    with mock.patch("signal.signal"):  # pytest ends by a signal as before
+        code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return Result(code, out, err)
 

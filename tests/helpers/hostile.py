@@ -158,10 +158,11 @@ def run_call(call: Call) -> str | None:
 
 @contextlib.contextmanager
 def _nothing_starts() -> Iterator[None]:
-    """Let servers end at once, and no agent begin."""
+    """Let servers end at once, no agent begin, and signals end this process as before."""
     absent = FileNotFoundError(2, "No such file or directory", "claude")
     with (
         mock.patch("uvicorn.Server.run", return_value=None),
+        mock.patch("signal.signal"),
         mock.patch("mlx_redrafter.cli.launch.subprocess.call", side_effect=absent),
         mock.patch("mlx_redrafter.cli.launch.subprocess.Popen", side_effect=absent),
     ):
