@@ -72,7 +72,9 @@ def commit() -> str | None:
     head = _output("git", "-C", folder, "rev-parse", "HEAD")
     if not head:
         return None
-    changes = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    # Without a lock, which git would leave behind if it is killed.
+    status = ("status", "--porcelain", "--untracked-files=no")
+    changes = _output("git", "--no-optional-locks", "-C", folder, *status)
     return f"{head}+changes" if changes else head
 
 

@@ -45,13 +45,6 @@ class Trained(NamedTuple):
     drafter: Drafter
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let no test begin with the estimates of another."""
-    for path in CACHE.glob("*/*.state"):
-        path.unlink()
-
-
 def _load(name: str) -> Trained:
     folder = shared_model(name)
     model, tokenizer, _ = load(folder)
@@ -105,6 +98,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts from the same random state, and no choice depends on a clock."""
+    """Each test starts from one random state and no estimates, and no choice depends on a clock."""
+    for path in CACHE.glob("*/*.state"):
+        path.unlink()
     mx.random.seed(0)
     fix_costs(monkeypatch)

@@ -57,21 +57,16 @@ def read_floors(docstring: str) -> dict[str, int]:
 FLOORS = read_floors(ast.get_docstring(SOURCES[PACKAGE].tree) or "")
 
 
-def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Every module of this package that a source imports, in functions and type checks too."""
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Every module that a source imports, in functions and type checks too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if _is_own(alias.name))
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = module.split(".")
-                above = len(parents) - node.level + is_package
-                base = ".".join(filter(None, [*parents[:above], base]))
-            if _is_own(base):
-                for alias in node.names:
-                    whole = f"{base}.{alias.name}"
-                    yield whole if whole in SOURCES else base
+            assert node.level == 0, "an import names its module in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in SOURCES else str(node.module)
 
 
 def _is_own(name: str) -> bool:
@@ -93,7 +88,7 @@ def _room(module: str) -> str:
 def _edges() -> dict[str, set[str]]:
     """Modules of this package that each module imports."""
     return {
-        module: set(imports_of(source.tree, module, source.is_package)) - {module, PACKAGE}
+        module: set(filter(_is_own, imports_of(source.tree))) - {module, PACKAGE}
         for module, source in SOURCES.items()
     }
 
@@ -177,14 +172,12 @@ WITHOUT_MLX_LM = (
 
 
 def test_the_core_does_not_know_mlx_lm():
-    offenders = []
-    for module in WITHOUT_MLX_LM:
-        for node in ast.walk(SOURCES[f"{PACKAGE}.{module.replace('/', '.')}"].tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            offenders += [f"{module}: {name}" for name in names if name.startswith("mlx_lm")]
+    offenders = [
+        f"{module}: {name}"
+        for module in WITHOUT_MLX_LM
+        for name in imports_of(SOURCES[f"{PACKAGE}.{module.replace('/', '.')}"].tree)
+        if name.startswith("mlx_lm")
+    ]
     assert offenders == []
 
 

@@ -6,8 +6,6 @@ The source archive is whole, and the page of the package index has no dead link.
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -16,13 +14,10 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter import __version__
+from tests.helpers.cli import python
 from tests.helpers.models import ROOT
+from tests.test_architecture import SOURCES
 
-FOLDERS = {
-    "mlx_redrafter": "mlx_redrafter", "cli": "mlx_redrafter/cli",
-    "convert": "mlx_redrafter/convert", "bench": "mlx_redrafter/bench",
-    "server": "mlx_redrafter/server",
-}  # fmt: skip
 PAGE = (
     "page.html", "page.js", "marked.umd.js", "purify.min.js", "marked.LICENSE", "purify.LICENSE",
 )  # fmt: skip
@@ -32,7 +27,6 @@ OTHERS = {
     "mlx_redrafter/checkpoints/drafters.tsv",
 }  # fmt: skip
 LARGEST_WHEEL = 25 * 10**6
-NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
 # Repository that the links on the package index lead to.
 REPOSITORY = "https://example.org/owner/name"
 
@@ -45,9 +39,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
-    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
     variables = {**os.environ, "REPOSITORY_URL": REPOSITORY}
-    built = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    built = python("-m", "build", "--outdir", folder, source, env=variables)
     assert built.returncode == 0, built.stderr[-2000:]
     assert "absent from" not in built.stdout + built.stderr
     return folder
@@ -62,14 +55,10 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
 
 def _sources() -> set[str]:
     """What the sources of the five folders are called in the wheel."""
-    shipped = set()
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            relative = path.relative_to(ROOT)
-            if not any(str(relative).startswith(f"{name}/") for name in NOT_SHIPPED):
-                inner = Path(package) / path.relative_to(ROOT / folder)
-                shipped.add(inner.as_posix())
-    return shipped
+    return {
+        f"{module.replace('.', '/')}{'/__init__' if source.is_package else ''}.py"
+        for module, source in SOURCES.items()
+    }
 
 
 def _weights() -> set[str]:
@@ -146,8 +135,6 @@ def test_a_checkout_runs_without_an_editable_install(module, argument):
         f"sys.argv = ['program', {argument!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__')"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    found = python("-c", code, cwd=ROOT)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout

@@ -1,8 +1,6 @@
 """The names that users rely on."""
 
 import inspect
-import subprocess
-import sys
 from dataclasses import fields
 
 import mlx_lm
@@ -12,6 +10,7 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 import mlx_redrafter
 from mlx_redrafter.engine.generation import GenerationKeywords
 from mlx_redrafter.generation_options import GenerationOptions
+from tests.helpers.cli import python
 
 EXPORTS = [
     "Conversation", "DraftModel", "Drafter", "DrafterConfig", "Engine", "GenerationResponse",
@@ -70,8 +69,7 @@ def test_help_does_not_import_mlx_lm(words):
         "import sys; from mlx_redrafter.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(sum(name in sys.modules for name in ('mlx_lm', 'transformers', 'torch')))"
     )
-    command = [sys.executable, "-c", code, *words.split()]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = python("-c", code, *words.split(), check=True).stdout
     assert ("convert SRC` describes a checkpoint" in " ".join(shown.split())) == (
         "convert" in words
     )

@@ -46,6 +46,9 @@ def load_model(
             lazy=lazy,
         )
         model(mx.array([[0]]))  # never computed: it fails unless the parts fit together
+        if not tokenizer.encode("a", add_special_tokens=False):
+            # transformers makes an empty one then, for which every prompt is empty.
+            raise ValueError("its tokenizer has no letters, as without its tokenizer.json")
     except PermissionError as error:
         raise CheckpointError(f"cannot read {error.filename or name}: {explain(error)}") from error
     except Exception as error:  # loading damaged files may raise anything

@@ -1,6 +1,7 @@
 """Result files say what was measured on what, survive a round trip, and fill the pages' tables."""
 
 import json
+import os
 import re
 import subprocess
 
@@ -26,6 +27,7 @@ from mlx_redrafter.bench.result_file import (
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
+from tests.helpers.hostile import no_room
 from tests.helpers.models import random_drafter
 
 
@@ -69,6 +71,10 @@ def test_a_commit_is_one_of_this_code(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "__file__", str(own))
     head = machine.commit()
     assert re.fullmatch("[0-9a-f]{40}", head)
+    os.utime(own, (0, 0))  # so that the index is not up to date
+    with no_room():
+        assert machine.commit() == head
+    assert not (tmp_path / ".git" / "index.lock").exists()
     own.write_text("edited")
     assert machine.commit() == f"{head}+changes"
 

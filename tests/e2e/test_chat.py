@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from mlx_redrafter.engine import conversation
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
 from tests.helpers.calls import at_call
-from tests.helpers.cli import PROGRAM, Cli, Result
+from tests.helpers.cli import PROGRAM, Cli, Result, python
 from tests.helpers.models import change_config
 
 Chat = Callable[..., Result]
@@ -102,10 +100,10 @@ def test_a_message_beyond_the_memory_loses_no_other(tmp_path, chat, monkeypatch)
 
 
 def test_a_message_that_is_no_text_loses_no_other(chat_folder):
-    words = [sys.executable, *PROGRAM, "chat", chat_folder, "-m", "4", "--drafter", "lookup"]
+    words = ("chat", chat_folder, "-m", 4, "--drafter", "lookup")
     variables = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    lines = b"\xff\nHi\n"
-    ended = subprocess.run(words, input=lines, env=variables, capture_output=True, check=True)
+    how: Any = {"input": b"\xff\nHi\n", "env": variables, "text": False, "check": True}
+    ended = python(*PROGRAM, *words, **how)
     assert ended.stderr.startswith(b"error: the prompt must be UTF-8 text")
     assert ended.stdout
 

@@ -21,6 +21,7 @@ from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
 from tests.helpers.cli import commands
 from tests.helpers.models import ROOT
+from tests.test_prose import PAGES
 
 PROGRAM = "redrafter-mlx"
 LABORATORY = "python -m mlx_redrafter.bench.lab"
@@ -28,14 +29,9 @@ LABORATORY = "python -m mlx_redrafter.bench.lab"
 LINE = re.compile(
     rf"(?:^|[\s/])({PROGRAM}|python -m mlx_redrafter[\w.]*)(?=\s|$)((?:(?! \d?[<>])[^|;])*)"
 )
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "bench").rglob("*.md")),
-]
+README = ROOT / "README.md"
 # The changelog also names what is gone.
-CHANGELOG = ROOT / "CHANGELOG.md"
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 # Options of mlx.launch, of uv, and of scripts of the bundled pair.
 FOREIGN = {"--work", "--extra", "--from", "--hostfile", "--backend"}
 FOREIGN |= {"--hosts", "--over", "--auto-setup", "--output", "--hf-path", "--mlx-path"}
@@ -66,9 +62,7 @@ def _lines(page: Path) -> Iterator[_Line]:
     """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    typed = "\n".join(
-        re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    ).splitlines()
+    typed = "\n".join(_blocks(text, r"\w*")).splitlines()
     typed += re.findall(r"^    (.*)$", prose, re.MULTILINE)
     spans = [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", prose)]
     spans = [re.sub(r"[\[\]]", "", one) for one in spans]  # around options that may be left out
@@ -142,14 +136,14 @@ def _options() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_options_exist(page):
     """Also those outside of command lines, which the next test parses."""
     quoted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
     assert quoted <= {*_options(), "--help", *FOREIGN}
 
 
-@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_line_is_parsed_by_its_program(page):
     wrong = []
     for line in _lines(page):
@@ -180,19 +174,19 @@ def test_a_line_that_does_not_fit_is_noticed(typed, tmp_path):
 def test_every_command_on_the_pages_is_run_by_a_test():
     tests = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     called = set(re.findall(r"""\(\s*(?:capsys,\s*)?\[?"([a-z]+)",""", tests))
-    quoted = {words[0] for page in PAGES for words in _commands(page)}
+    quoted = {words[0] for page in CURRENT for words in _commands(page)}
     assert {one for one in quoted if not one.startswith("-")} <= called
 
 
 def test_the_readme_shows_what_is_printed(cli, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
-    (shown,) = (one for one in _blocks(PAGES[0].read_text(), "") if one.startswith("$ "))
+    (shown,) = (one for one in _blocks(README.read_text(), "") if one.startswith("$ "))
     command, _, output = shown.removeprefix("$ ").partition("\n")
     text = output.partition("=" * 10)[0]
     assert cli(*shlex.split(command, comments=True)[1:]).out == text
 
 
-@pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "python.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "python.md"], ids=lambda p: p.name)
 def test_python_examples_run(page, chat_folder, capsys, monkeypatch):
     answers: list[str] = []
     monkeypatch.setattr(HTTPServer, "serve_forever", lambda server: _ask(server, answers))

@@ -1,8 +1,5 @@
 """Help and completion: every command, as it is called."""
 
-import os
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +7,7 @@ from huggingface_hub import constants
 
 from mlx_redrafter.cli.main import main
 from mlx_redrafter.errors import ConfigError
-from tests.helpers.cli import commands
+from tests.helpers.cli import PROGRAM, commands, python
 from tests.helpers.models import ROOT
 
 COMMANDS = {name: one for name, one in commands().items() if not one.hidden}
@@ -35,12 +32,11 @@ def test_help_shows_how_a_command_is_called(cli, command):
 
 
 @pytest.mark.parametrize(("columns", "name"), [("40", "generate"), ("80", "serve")])
-def test_names_of_options_are_whole(columns, name):
-    words = [sys.executable, "-m", "mlx_redrafter", name, "--help"]
-    environment = {**os.environ, "COLUMNS": columns}
-    shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+def test_names_of_options_are_whole(cli, monkeypatch, columns, name):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = cli(name, "--help").out
     for option in COMMANDS[name].params:
-        assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
+        assert all(one in shown for one in option.opts if one.startswith("--")), option
 
 
 def test_names_of_other_programs(cli):
@@ -88,8 +84,7 @@ def test_the_shell_completes(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main([])
         assert capsys.readouterr().out.split() == expected.split(), typed
-    command = [sys.executable, "-X", "importtime", "-m", "mlx_redrafter"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    completed = python("-X", "importtime", *PROGRAM)
     assert completed.stdout.split() == ["small"]
     assert "huggingface_hub.hf_api" not in completed.stderr  # takes 0.2 s
 

@@ -6,7 +6,6 @@ on stdout; the folder that it ran in is as before, names and bytes.
 
 import hashlib
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +20,11 @@ import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no r
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from mlx_redrafter import hub, load
+from mlx_redrafter import hub
 from mlx_redrafter.convert import publication
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli, commands
-from tests.helpers.hostile import COMMANDS, make_call, run_call
+from tests.helpers.hostile import COMMANDS, make_call, no_room, run_call
 from tests.helpers.models import change_config, change_tensors
 
 NOBODY = 65534
@@ -145,19 +143,12 @@ def tensors(**changes: mx.array) -> Callable[[Path], None]:
 
 HUGE = 2**40
 DEEP = "[" * 100_000
-HEADER = b'{"a": {"dtype": "F32", "shape": [99999999, 99999999], "data_offsets": [0, 4]}}'
+# Others are in `tests/unit/test_checkpoint.py`.
 DAMAGED_FILES: dict[str, Callable[[Path], None]] = {
-    "config is a list": text("config.json", "[]"),
     "config is cut": cut("config.json", 30),
-    "config is deep": text("config.json", DEEP),
-    "config is no text": text("config.json", b"\xff\xfe\x00"),
     "config is a folder": folder_instead("config.json"),
     "config is gone": gone("config.json"),
     "weights are cut": cut("model.safetensors", 5000),
-    "weights claim a header of 2**60": text("model.safetensors", (2**60).to_bytes(8, "little")),
-    "weights claim what is not there": text(
-        "model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER + b"1234"
-    ),
     "weights are a folder": folder_instead("model.safetensors"),
     "weights are gone": gone("model.safetensors"),
 }
@@ -188,21 +179,17 @@ DAMAGED_MODEL = {
     ),
     "tokenizer_config is a list": text("tokenizer_config.json", "[]"),
     "tokenizer_config is cut": cut("tokenizer_config.json", 20),
-    "tokenizer is gone": gone("tokenizer.json"),
     "tokenizer is cut": cut("tokenizer.json", 900),
     "a weight too many": tensors(foreign=mx.zeros((3,))),
     "an embedding of another shape": tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
 }
+# Other values out of range are in `tests/unit/test_checkpoint.py`.
 DAMAGED_DRAFTER = {
     **_values(
-        hidden_size=(0, 2**24, "wide", 33),
-        vocab_size=(-1, HUGE, None),
-        exit_dim=(HUGE, 2**24, 1.5),
-        num_draft_layers=(-1, HUGE, 64),
-        rnn=("yes",),
-        rnn_activation=("tanh", None),
-        draft_top_k=(HUGE,),
-        draft_vocab_size=(HUGE, 5),
+        hidden_size=(2**24, 33),
+        exit_dim=(2**24, 1.5),
+        num_draft_layers=(64,),
+        draft_vocab_size=(5,),
         score_scale=(-1, "x", 1e300),
         noise_share=(2,),
         model_type=([], "eagle"),
@@ -345,14 +332,8 @@ FULL = CONVERT, [*CONVERT, "--to", "pytorch"], [*MEASURE, "--out", "new.json"]
 def test_no_room_for_a_file(cli, yard, monkeypatch, arguments, room):
     """A bound on the size of files stands for a full disk: writing fails in the same places."""
     monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = snapshot(yard)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
+    with nothing_changes(yard), no_room(room):
         result = cli(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert snapshot(yard) == before
     last = result.err.splitlines()[-1]
     assert (result.code, last[:7]) == (1, "error: "), result
     assert "make room on the disk" in last
@@ -409,15 +390,3 @@ def test_damaged_timings(tmp_path, monkeypatch, content):
     path.write_text(content)
     assert rounds({"a": 0.75}) == [{"a": 0.75}]
     assert rounds() == [{"a": 0.75}]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [(3,), (None, 3), ("a\0b",), ("text.txt",), ("drafter",), ("model", "text.txt")],
-    ids=repr,
-)
-def test_what_cannot_be_loaded(yard, names):
-    """Wrong calls of the rest of the API are made in `tests/property/test_hostile_api.py`."""
-    with nothing_changes(yard), pytest.raises(RedrafterError) as caught:
-        load(*names)
-    assert "\n" not in str(caught.value)

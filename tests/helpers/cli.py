@@ -1,8 +1,11 @@
-"""Running the command line in this process."""
+"""Running the command line in this process, and Python in another one."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import typer.main
@@ -36,9 +39,16 @@ class Result(NamedTuple):
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     """Run ``redrafter-mlx`` with these arguments."""
     capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
+    with mock.patch("signal.signal"):  # pytest ends by a signal as before
+        code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return Result(code, out, err)
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run Python in a process of its own."""
+    command, how = [sys.executable, *map(str, words)], {"text": True, "timeout": 300, **options}
+    return subprocess.run(command, capture_output=True, **how)
 
 
 Cli = Callable[..., Result]

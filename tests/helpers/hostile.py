@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -101,6 +102,17 @@ def build_yard(folder: Path) -> None:
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
 
 
+@contextlib.contextmanager
+def no_room(size: int = 0) -> Iterator[None]:
+    """Let no file grow beyond some bytes: as on a full disk, writing fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def make_call(number: int) -> Call:
     """Make a call: half of them are hostile command lines, half read a damaged file."""
     chance = random.Random(number)
@@ -146,10 +158,11 @@ def run_call(call: Call) -> str | None:
 
 @contextlib.contextmanager
 def _nothing_starts() -> Iterator[None]:
-    """Let servers end at once, and no agent begin."""
+    """Let servers end at once, no agent begin, and signals end this process as before."""
     absent = FileNotFoundError(2, "No such file or directory", "claude")
     with (
         mock.patch("uvicorn.Server.run", return_value=None),
+        mock.patch("signal.signal"),
         mock.patch("mlx_redrafter.cli.launch.subprocess.call", side_effect=absent),
         mock.patch("mlx_redrafter.cli.launch.subprocess.Popen", side_effect=absent),
     ):

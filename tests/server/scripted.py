@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mlx_redrafter.server.application import FILES, send_file
+from tests.server.serving import running
 
 MODEL = {
     "id": "org/scripted", "state": "loaded", "has_chat": True, "context_length": 8192,
@@ -123,18 +122,9 @@ def scripting() -> Iterator[Scripted]:
     routes.append(Route("/v1/models", one.list_models))
     for path in ("/v1/chat/completions", "/v1/completions"):
         routes.append(Route(path, one.answer, methods=["POST"]))
-    listener = socket.create_server(("127.0.0.1", 0))
-    one.port = listener.getsockname()[1]
     config = uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
-    server.force_exit = False
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
+    with running(server) as one.port:
         yield one
-    finally:
         one.go.set()
-        server.should_exit = server.force_exit = True
-        thread.join(30)
+        server.force_exit = True

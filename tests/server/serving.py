@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.application import make_application
+from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.listening import Server, listen
+from mlx_redrafter.server.models import Model, Models
+from mlx_redrafter.server.protocols.service import Service
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
@@ -141,6 +147,22 @@ def answer_on(connection: socket.socket) -> tuple[http.client.HTTPResponse, byte
 
 
 @contextmanager
+def running(server: uvicorn.Server) -> Iterator[int]:
+    """Run a server on a free port for this block."""
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(90)
+
+
+@contextmanager
 def serving(
     engine: Engine,
     limits: Limits | None = None,
@@ -150,14 +172,7 @@ def serving(
     grace: float = 5,
     folder: Path | None = None,
 ) -> Iterator[Served]:
-    """A server for this block; skips the test where the extra is not installed."""
-    pytest.importorskip("starlette", reason="the server needs mlx-redrafter[server]")
-    from mlx_redrafter.server.application import make_application
-    from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.listening import Server, listen
-    from mlx_redrafter.server.models import Model, Models
-    from mlx_redrafter.server.protocols.service import Service
-
+    """A server for this block."""
     limits = Limits() if limits is None else limits
     worker = Worker(limits)
     served = [Model("tiny", lambda: engine), *others]
@@ -165,15 +180,6 @@ def serving(
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
     application = make_application(Service(models, worker, callers))
     server = Server(application, limits.client_timeout, grace, worker)
-    listener = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield Served(listener.getsockname()[1], worker, engine, served)
-    finally:
-        server.should_exit = True
-        thread.join(90)
+    with running(server) as port:
+        yield Served(port, worker, engine, served)
     assert not worker.is_alive()

@@ -79,9 +79,8 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
-def test_chats_of_mlx_lm(served, name, path):
-    body = {**CHATS[name], "seed": 3}
+def test_chats_of_mlx_lm(served, name):
+    body, path = {**CHATS[name], "seed": 3}, "/chat/completions"
     status, reply = served.send(path, {**body, "model": "chat_model"})
     assert status == 200
     assert reply["id"]

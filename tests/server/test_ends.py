@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.anthropic import MessageWriter
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import Reply
+from tests.helpers.hostile import no_room
 from tests.server.serving import KEY, begin, events, make_engine, serving, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
@@ -261,14 +261,9 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain = make_engine()
     engine = Engine(plain.target.model, plain.tokenizer, "lookup")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with serving(engine, folder=tmp_path) as served:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-        try:
-            for _ in range(2):
-                status, reply = served.send(PATH, {**STREAM, "max_tokens": 20, "stream": False})
-                assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
-            served.worker.end()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with serving(engine, folder=tmp_path) as served, no_room():
+        for _ in range(2):
+            status, reply = served.send(PATH, {**STREAM, "max_tokens": 20, "stream": False})
+            assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
+        served.worker.end()
     assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

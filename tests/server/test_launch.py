@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.cli.launch import AGENTS, ServerOptions
-from tests.helpers.cli import PROGRAM, run
+from tests.helpers.cli import PROGRAM, python, run
 from tests.server.serving import KEY
 
 # A program in place of an agent: it says how it was started, and asks the server.
@@ -39,8 +39,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def _write_agent(folder: Path) -> None:
-    (folder / "claude").write_text(FAKE)
+def _write_agent(folder: Path, program: str = FAKE) -> None:
+    (folder / "claude").write_text(program)
     (folder / "claude").chmod(0o755)
 
 
@@ -78,8 +78,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
 def test_an_agent_ends_in_its_own_time(calling, tmp_path, number, code):
-    (tmp_path / "claude").write_text(SAVING)
-    (tmp_path / "claude").chmod(0o755)
+    _write_agent(tmp_path, SAVING)
     where = {"PATH": str(tmp_path), "HOME": str(tmp_path), "REDRAFTER_API_KEY": KEY}
     command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(calling.port)]
     how: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -98,10 +97,9 @@ def test_a_started_server_ends_with_its_agent(tmp_path):
     _write_agent(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(port)]
-    how = {"capture_output": True, "text": True, "timeout": 280}
+    words = ("launch", "claude", "--port", port, "--drafter", "none")
     where = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run([*command, "--drafter", "none"], env=where, **how)
+    done = python(*PROGRAM, *words, env=where, timeout=280)
     assert "starting a server" in done.stderr
     assert "bundled has no chat template, which agents need" in done.stderr
     with pytest.raises(ConnectionError):

@@ -18,9 +18,10 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Model, Models
+from mlx_redrafter.server.protocols import service
 from tests.helpers.calls import at_call
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, Served, begin, make_engine, serving, wait_until
+from tests.server.serving import DEFAULTS, Served, make_engine, serving, wait_until
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
@@ -95,9 +96,6 @@ def test_idle_models_are_unloaded():
 
 def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     """No other one is loaded beside it, though the worker does not know the request yet."""
-    pytest.importorskip("starlette")
-    from mlx_redrafter.server.protocols import service
-
     begun, goes_on = threading.Event(), threading.Event()
 
     def wait(request: Any, *_: Any) -> None:
@@ -157,8 +155,7 @@ def test_an_unloaded_model_leaves_the_memory(streams):
         return engine
 
     with serving(make_engine(), others=[Model("second", load)]) as served:
-        body = {**BODY, "model": "second", "stream": streams}
-        with closing(begin(served.port, body)) as connection:
+        with closing(served.begin(**BODY, model="second", stream=streams)) as connection:
             assert connection.getresponse().read()
             end = {"model": "second", "keep_alive": 0}
             wait_until(lambda: served.send("/api/generate", end) and made[0]() is None)

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_redrafter import generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import KEY, Served
+from tests.server.serving import KEY, Served, wait_until
 
 playwright: Any = pytest.importorskip("playwright.sync_api", reason="drives the browser")
 from tests.server.scripted import MODEL, Scripted, scripting  # noqa: E402
@@ -22,7 +22,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 # Seconds to wait for anything, on machines that are busy, too.
 LIMIT = 90
+# Script whose value are the texts of the chat on the page.
+CONTENTS = "path(chat).map(turn => turn.content)"
 Open = Callable[..., Any]
+expect = playwright.expect
+expect.set_options(timeout=1000 * LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +93,14 @@ def page(open_page: Open, script: Scripted) -> Any:
 
 def _until(page: Any, condition: str) -> None:
     """Wait for a condition; the browser's own waiting needs what the page's policy forbids."""
-    _expect(lambda page: bool(page.evaluate(condition)), page, True, condition)
+    _expect(page, True, f"Boolean({condition})")
 
 
-def _expect(read: Callable[[Any], Any], page: Any, expected: Any, what: str = "") -> None:
-    """Wait until a page shows something: what a key or click begins may end after it."""
+def _expect(page: Any, expected: Any, script: str = CONTENTS) -> None:
+    """Wait until a script has a value: what a key or click begins may end after it."""
     end = time.monotonic() + LIMIT
-    while (found := read(page)) != expected:
-        assert time.monotonic() < end, (what, found, expected)
+    while (found := page.evaluate(script)) != expected:
+        assert time.monotonic() < end, (script, found, expected)
         time.sleep(0.02)
 
 
@@ -136,7 +140,7 @@ def _set(page: Any, name: str, value: str) -> None:
     page.click("#settings")
     page.fill(f"#{name}", value)
     page.keyboard.press("Escape")
-    _wait_for_focus(page, "text")
+    expect(page.locator("#text")).to_be_focused()
 
 
 def _press(page: Any, name: str, index: int = -1) -> None:
@@ -144,29 +148,12 @@ def _press(page: Any, name: str, index: int = -1) -> None:
     page.get_by_role("button", name=name, exact=True).nth(index).click()
 
 
-def _contents(page: Any) -> list[str]:
-    return list(page.evaluate("path(chat).map(turn => turn.content)"))
+def _titles(page: Any) -> Any:
+    return expect(page.locator("#chats li > :first-child"))
 
 
-def _titles(page: Any) -> list[str]:
-    return list(page.locator("#chats li > :first-child").all_text_contents())
-
-
-def _notes(page: Any) -> list[str]:
-    return list(page.locator("article p.note").all_text_contents())
-
-
-def _alert(page: Any) -> str:
-    return str(page.text_content("#alert"))
-
-
-def _num_articles(page: Any) -> int:
-    return int(page.locator("article").count())
-
-
-def _wait_for_focus(page: Any, name: str) -> None:
-    # A dialog's event "close" comes after the key that closes it.
-    _until(page, f"document.activeElement.id === '{name}'")
+def _notes(page: Any) -> Any:
+    return expect(page.locator("article p.note"))
 
 
 # With a model
@@ -197,7 +184,7 @@ def test_a_chat_has_the_texts_of_the_library(tiny, served):
         r"40 tokens, \d+ of them drafted, [\d.]+ tokens/s, [\d.]+ tokens/step",
         tiny.text_content(".speed"),
     )
-    _expect(_notes, tiny, ["Cut at the maximum number of tokens (40); raise it in Settings."])
+    _notes(tiny).to_have_text(["Cut at the maximum number of tokens (40); raise it in Settings."])
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "AND <b>U"}]
     assert _send(tiny, "AND <b>U") == _expected(served, messages)
     _set(tiny, "system", "BE KIND")
@@ -214,16 +201,16 @@ def test_a_stopped_answer_ends(tiny, served, monkeypatch):
     tiny.keyboard.press("Escape")
     _wait(tiny)
     served.wait_until_idle()
-    _expect(lambda _: served.worker.counters.texts["cancelled"] > 0, tiny, True)
-    _expect(_notes, tiny, ["Stopped."])
+    wait_until(lambda: served.worker.counters.texts["cancelled"] > 0)
+    _notes(tiny).to_have_text(["Stopped."])
 
 
 def test_a_long_chat_goes_on(tiny):
     """Twice the context of 512 tokens; the server refuses none of it for good."""
     for i in range(24):
         _send(tiny, f"{i} WORDS AND MORE")
-        _expect(_alert, tiny, "")
-    assert any("oldest messages were left out" in note for note in _notes(tiny))
+        expect(tiny.locator("#alert")).to_be_empty()
+    tiny.locator("article p.note", has_text="oldest messages were left out").first.wait_for()
 
 
 def test_the_rules_for_the_browser(served):
@@ -242,14 +229,14 @@ def test_the_rules_for_the_browser(served):
 def test_a_reload_keeps_a_partial_answer(page, script):
     _begin_held(page, script, "ASK", "one two three four", 3)
     page.reload()
-    _expect(_contents, page, ["ASK", "one two three "])
+    _expect(page, ["ASK", "one two three "])
     _until(page, "document.querySelector('article p.note').textContent.includes('Unfinished')")
     script.go.set()
     _press(page, "Regenerate")
     _wait(page)
-    _expect(_contents, page, ["ASK", "one two three four"])
+    _expect(page, ["ASK", "one two three four"])
     _press(page, "Earlier version")
-    _expect(_contents, page, ["ASK", "one two three "])
+    _expect(page, ["ASK", "one two three "])
 
 
 def test_a_partial_answer_is_saved_meanwhile(open_page, page, script):
@@ -262,11 +249,11 @@ def test_a_partial_answer_is_saved_meanwhile(open_page, page, script):
         ".find(name => name.startsWith(CHAT)).slice(CHAT.length)).turns.length == 2",
     )
     other.locator("#chats button", has_text="ASK").first.click()
-    assert _contents(other)[0] == "ASK"
+    assert other.evaluate(CONTENTS)[0] == "ASK"
     script.go.set()
     _wait(page)
     _until(other, "path(chat).at(-1).content === 'one two three four'")
-    _expect(_notes, other, [])
+    _notes(other).to_have_text([])
 
 
 def test_a_question_without_an_answer(page, script):
@@ -275,7 +262,7 @@ def test_a_question_without_an_answer(page, script):
     page.reload()
     _press(page, "Answer")
     page.locator(".speed").wait_for()
-    _expect(_contents, page, ["ASK", "Well."])
+    _expect(page, ["ASK", "Well."])
 
 
 def test_edits_and_other_answers_keep_the_old_ones(page, script):
@@ -283,64 +270,65 @@ def test_edits_and_other_answers_keep_the_old_ones(page, script):
     _send(page, "TWO")
     _press(page, "Edit", 0)
     page.keyboard.press("Escape")
-    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    _expect(page, ["ONE", "Well.", "TWO", "Well."])
     _press(page, "Edit", 0)
     assert page.input_value("article textarea") == "ONE"
     page.fill("article textarea", "THREE")
     page.press("article textarea", "Enter")
     _wait(page)
-    _expect(_contents, page, ["THREE", "Well."])
+    _expect(page, ["THREE", "Well."])
     page.locator("article.user .note", has_text="2 of 2").wait_for()
     _press(page, "Earlier version")
-    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    _expect(page, ["ONE", "Well.", "TWO", "Well."])
     _until(page, "document.activeElement.ariaLabel === 'Later version'")
     page.reload()
-    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    _expect(page, ["ONE", "Well.", "TWO", "Well."])
     script.say("Better.")
     _press(page, "Regenerate", 0)
     _wait(page)
-    _expect(_contents, page, ["ONE", "Better."])
+    _expect(page, ["ONE", "Better."])
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "ONE"}]
     _press(page, "Earlier version")
-    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    _expect(page, ["ONE", "Well.", "TWO", "Well."])
     script.refuse(503, "the server ends")
     _press(page, "Regenerate", 0)
     page.locator("#alert", has_text="the server ends").wait_for()
-    _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
+    _expect(page, ["ONE", "Well.", "TWO", "Well."])
     script.say("Best.", held=0)
     _press(page, "Regenerate", 0)
     page.locator("#send", has_text="Stop").wait_for()
     assert "of 2" not in page.inner_text("article.assistant")
     page.reload()
-    _expect(_contents, page, ["ONE", "Better."])
+    _expect(page, ["ONE", "Better."])
 
 
 def test_delete_can_be_undone(page, script):
     _send(page, "FIRST")
     page.click("#new")
     _send(page, "SECOND")
-    _expect(_titles, page, ["SECOND", "FIRST"])
+    _titles(page).to_have_text(["SECOND", "FIRST"])
     _press(page, "Delete SECOND")
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     _until(page, "document.activeElement.textContent === 'Undo'")
     page.keyboard.press("Enter")
-    _expect(_contents, page, ["SECOND", "Well."])
-    _expect(lambda page: sorted(_titles(page)), page, ["FIRST", "SECOND"])
+    _expect(page, ["SECOND", "Well."])
+    page.locator("#chats button", has_text="SECOND").first.wait_for()
+    _titles(page).to_have_count(2)
     _press(page, "Delete FIRST")
     page.reload()
-    _expect(_titles, page, ["SECOND"])
+    _titles(page).to_have_text(["SECOND"])
 
 
 def test_a_new_chat_while_it_writes(page, script):
     _begin_held(page, script, "SECRET", "one two three four", 2)
     page.click("#new")
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     script.say("Other.")
     assert _send(page, "HELLO") == "Other."
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "HELLO"}]
     page.locator("#chats button", has_text="SECRET").first.click()
-    _expect(_contents, page, ["SECRET", "one two "])
-    _expect(_notes, page, ["Stopped."])
+    _expect(page, ["SECRET", "one two "])
+    _notes(page).to_have_text(["Stopped."])
 
 
 def test_two_windows_of_one_chat(open_page, page, script):
@@ -352,19 +340,19 @@ def test_two_windows_of_one_chat(open_page, page, script):
     script.go.set()
     _wait(page)
     _wait(other)
-    _expect(_contents, page, ["FIRST", "Well.", "HERE", "one two"])
-    _expect(_contents, other, ["FIRST", "Well.", "THERE", "one two"])
+    _expect(page, ["FIRST", "Well.", "HERE", "one two"])
+    _expect(other, ["FIRST", "Well.", "THERE", "one two"])
     _until(other, "load(chat.id).turns.filter(turn => turn.end).length === 3")
     stored = "load(chat.id).turns.map(turn => turn.content).sort()"
     contents = ["FIRST", "HERE", "THERE", "Well.", "one two", "one two"]
-    _expect(lambda page: page.evaluate(stored), other, contents)
+    _expect(other, contents, stored)
     other.reload()
     other.click("#new")
     _send(other, "NEW")
     page.locator("#chats button", has_text="NEW").first.wait_for()
     _press(other, "Delete FIRST")
     page.locator("#alert", has_text="deleted in another window").wait_for()
-    _expect(_num_articles, page, 0)
+    expect(page.locator("article")).to_have_count(0)
     _press(other, "Undo")
     page.locator("#chats button", has_text="FIRST").first.wait_for()
     assert page.locator("#chats button", has_text="Undo").count() == 0
@@ -381,7 +369,7 @@ def test_a_chat_of_an_earlier_page(page, script):
     )
     page.reload()
     page.locator("#chats button", has_text="OLD").first.click()
-    _expect(_contents, page, ["OLD", "a bcd e"])
+    _expect(page, ["OLD", "a bcd e"])
     assert page.locator(".thinking div").text_content() == "r"
     assert _drafts(page) == ["bcd"]
     _send(page, "MORE")
@@ -406,9 +394,9 @@ def test_a_full_storage_is_said(page, script):
         "if (name.startsWith('fill')) localStorage.removeItem(name)"
     )
     _send(page, "AGAIN")
-    _expect(_alert, page, "")
+    expect(page.locator("#alert")).to_be_empty()
     page.reload()
-    _expect(_contents, page, ["KEEP ME", "Well.", "AGAIN", "Well."])
+    _expect(page, ["KEEP ME", "Well.", "AGAIN", "Well."])
 
 
 def test_a_chat_can_be_exported(page, script):
@@ -430,9 +418,9 @@ def test_settings_stay_but_keys_do_not(open_page, page, script):
     page.fill("#text", "HALF")
     page.reload()
     fields = "['top_k', 'key', 'text'].map(id => find(id).value)"
-    _expect(lambda page: page.evaluate(fields), page, ["7", "secret", "HALF"])
+    _expect(page, ["7", "secret", "HALF"], fields)
     other = open_page(script.url, page.context)
-    _expect(lambda page: page.evaluate(fields), other, ["7", "", ""])
+    _expect(other, ["7", "", ""], fields)
 
 
 # Texts
@@ -494,7 +482,7 @@ def test_a_model_cannot_write_html(page, script):
             link.click()
     assert page.evaluate("window.hit") is None
     assert EVIL in page.locator("article.assistant .block").first.text_content()
-    _expect(_titles, page, [EVIL[:80]])
+    _titles(page).to_have_text([EVIL[:80]])
 
 
 @pytest.mark.parametrize("text", ["_a" * 100_000, "> " * 100_000])
@@ -505,7 +493,7 @@ def test_a_text_of_200_kilobytes_in_one_line(page, script, text):
     assert shown.strip() == text + " end"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.reload()
-    _expect(_contents, page, [text, text + " end"])
+    _expect(page, [text, text + " end"])
 
 
 @pytest.mark.parametrize("is_secure", [True, False])
@@ -521,7 +509,7 @@ def test_copy_says_so(open_page, script, is_secure):
     _until(page, "find('status').textContent === 'Copied'")
     page.focus("#text")
     page.keyboard.press("Control+V")
-    _expect(lambda page: page.input_value("#text"), page, "ls -l\n")
+    expect(page.locator("#text")).to_have_value("ls -l\n")
     if not is_secure:
         page.evaluate("document.execCommand = () => false")
         _press(page, "Copy")
@@ -590,19 +578,19 @@ def test_the_defaults_are_the_servers(page, script):
 def test_a_server_that_ends_amid_an_answer(page, script):
     script.say("one two three", end="broken")
     _ask(page, "ASK", "does not run any more")
-    _expect(_contents, page, ["ASK", "one two three"])
-    _expect(_notes, page, ["The connection to the server broke off here."])
+    _expect(page, ["ASK", "one two three"])
+    _notes(page).to_have_text(["The connection to the server broke off here."])
     script.say("Back.")
     _press(page, "Try again")
     page.locator("article", has_text="Back.").wait_for()
-    _expect(_alert, page, "")
-    _expect(_contents, page, ["ASK", "Back."])
+    expect(page.locator("#alert")).to_be_empty()
+    _expect(page, ["ASK", "Back."])
 
 
 def test_a_server_that_fails(page, script):
     script.say("one two", end={"error": {"message": "the server ends"}})
     _ask(page, "ASK", "the server ends")
-    _expect(_notes, page, ["The server ended this answer."])
+    _notes(page).to_have_text(["The server ended this answer."])
     page.click("#new")
     message = "This model's maximum context length is 64 tokens, but messages has 99; shorten it"
     script.refuse(400, message, "context_length_exceeded")
@@ -613,14 +601,14 @@ def test_a_server_that_fails(page, script):
     page.click("#new")
     page.route("**/v1/**", lambda route: route.abort())
     _ask(page, "KEEP ME", "does not run any more")
-    _expect(_contents, page, ["KEEP ME"])
+    _expect(page, ["KEEP ME"])
 
 
 def test_a_missing_key_opens_settings(open_page, script):
     script.key = "sécret“".encode().decode("latin-1")
     page = open_page(script.url)
     page.locator("#refused").wait_for()
-    _wait_for_focus(page, "key")
+    expect(page.locator("#key")).to_be_focused()
     page.keyboard.press("Escape")
     _enter(page, "ASK")
     page.locator("#refused").wait_for()
@@ -630,7 +618,7 @@ def test_a_missing_key_opens_settings(open_page, script):
     page.fill("#key", "sécret“")
     page.keyboard.press("Enter")
     page.locator("article", has_text="Well.").wait_for()
-    _expect(_alert, page, "")
+    expect(page.locator("#alert")).to_be_empty()
 
 
 def test_thinking_does_not_fill_the_context(page, script):
@@ -650,7 +638,7 @@ def test_a_full_context_loses_the_oldest_turns(page, script):
     sent = [one["content"] for one in script.asked[-1]["messages"]]
     assert sent == ["SYSTEM", "Q2", "Well.", "Q3", "Well.", "Q4"]
     note = "The model's context is full: the 4 oldest messages were left out of this answer."
-    _expect(_notes, page, [note])
+    _notes(page).to_have_text([note])
     _send(page, "Q5")
     sent = [one["content"] for one in script.asked[-1]["messages"]]
     assert sent[:2] == ["SYSTEM", "Q2"]  # the server has computed these
@@ -670,7 +658,7 @@ def test_an_answer_cut_by_the_context_says_so(page, script):
     _set(page, "max_tokens", "3")
     _press(page, "Regenerate")
     _wait(page)
-    _expect(_notes, page, ["Cut at the maximum number of tokens (3); raise it in Settings."])
+    _notes(page).to_have_text(["Cut at the maximum number of tokens (3); raise it in Settings."])
 
 
 def test_a_model_without_a_chat_template(page, script):
@@ -687,21 +675,21 @@ def test_a_model_without_a_chat_template(page, script):
 
 
 def test_the_focus_is_where_one_types(page, script):
-    _wait_for_focus(page, "text")
+    expect(page.locator("#text")).to_be_focused()
     page.click("#new")
-    _wait_for_focus(page, "text")
+    expect(page.locator("#text")).to_be_focused()
     _begin_held(page, script, "ASK", "one two three", 2)
     page.keyboard.press("Escape")
     _wait(page)
-    _wait_for_focus(page, "text")
-    _expect(_notes, page, ["Stopped."])
+    expect(page.locator("#text")).to_be_focused()
+    _notes(page).to_have_text(["Stopped."])
     _begin_held(page, script, "ASK", "one two three", 2)
     page.click("#send")
     _wait(page)
-    _wait_for_focus(page, "text")
+    expect(page.locator("#text")).to_be_focused()
     page.click("#settings")
     page.keyboard.press("Escape")
-    _wait_for_focus(page, "text")
+    expect(page.locator("#text")).to_be_focused()
 
 
 def test_composing_sends_nothing(page, script):
@@ -725,7 +713,7 @@ def test_a_screen_reader_hears_finished_answers(page, script):
     script.say("one two three four five", pause=0.05)
     _send(page, "ASK")
     heard = ["The model is answering.", "one two three four five"]
-    _expect(lambda page: page.evaluate("window.heard.filter(one => one)"), page, heard)
+    _expect(page, heard, "window.heard.filter(one => one)")
     script.say("one two", held=0)
     _begin(page, "ASK")  # others see a sign of waiting
     waiting = page.locator("article .waiting")
@@ -761,7 +749,7 @@ def test_the_list_of_chats_fits(page):
     )
     page.reload()
     page.click("#menu")
-    _expect(lambda page: len(_titles(page)), page, 40)
+    _titles(page).to_have_count(40)
     box = page.locator("#side").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= width

@@ -43,10 +43,6 @@ def _text(served: Served, prompt: Any, **options: Any) -> str:
     return "".join(one.text for one in _responses(served, prompt, **options))
 
 
-def _chat_prompt(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
-    return encode_chat(served.engine.tokenizer, messages)
-
-
 @pytest.fixture
 def client(served: Served) -> Any:
     with served.openai() as one:
@@ -57,7 +53,7 @@ def test_chat_and_several_choices(served, client):
     reply = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=0.8, seed=7, n=3
     )
-    prompt = _chat_prompt(served)
+    prompt = encode_chat(served.engine.tokenizer, MESSAGES)
     expected = [_text(served, prompt, temp=0.8, seed=seed) for seed in (7, 8, 9)]
     assert [one.message.content for one in reply.choices] == expected
     assert [one.finish_reason for one in reply.choices] == ["length"] * 3
@@ -72,7 +68,8 @@ def test_stream_with_log_probabilities_and_usage(served, client):
     options: Any = {"max_completion_tokens": 12, "logprobs": True, "top_logprobs": 2}
     options |= {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
-    expected = _responses(served, _chat_prompt(served), max_tokens=12)
+    prompt = encode_chat(served.engine.tokenizer, MESSAGES)
+    expected = _responses(served, prompt, max_tokens=12)
     text = "".join(one.choices[0].delta.content or "" for one in chunks)
     assert text == "".join(one.text for one in expected)
     assert [one.choices[0].delta.role for one in chunks] == ["assistant", *[None] * 11]

@@ -104,6 +104,8 @@ def test_no_such_folder(folder):
         find_checkpoint("~no-such-user/model")
     with pytest.raises(CheckpointError, match="expected a checkpoint folder, found a file"):
         find_checkpoint(folder / "config.json")
+    with pytest.raises(CheckpointError, match="cannot read the folder"):
+        find_checkpoint("a\0b")
 
 
 def test_missing_files(folder):
