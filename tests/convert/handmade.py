@@ -1,14 +1,16 @@
 """Drafter checkpoints written without torch, byte by byte, so that they can be wrong on purpose."""
 
 import json
+import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -62,16 +64,9 @@ def write_config(folder: Path, values: Mapping[str, object] = CONFIG) -> None:
     (folder / "config.json").write_text(json.dumps(dict(values)))
 
 
-def safetensors_bytes(values: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file; its header is written here so that tests can break it."""
-    header, data = {}, b""
-    for name, value in values.items():
-        code = {"float32": "F32", "float16": "F16", "float64": "F64"}[value.dtype.name]
-        offsets = [len(data), len(data) + value.nbytes]
-        header[name] = {"dtype": code, "shape": list(value.shape), "data_offsets": offsets}
-        data += value.tobytes()
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+def headed(header: bytes, data: bytes = b"", claim: int | None = None) -> bytes:
+    """A safetensors file of a header, of which it may claim another length."""
+    return struct.pack("<Q", len(header) if claim is None else claim) + header + data
 
 
 def text(value: str) -> bytes:
@@ -80,18 +75,15 @@ def text(value: str) -> bytes:
 
 
 def number(value: int) -> bytes:
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def numbers(values: tuple[int, ...]) -> bytes:
     return b"(" + b"".join(number(value) for value in values) + b"t"
 
 
-def storage(key: str, size: int, kind: str = "FloatStorage") -> bytes:
-    identity = text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu")
+def storage(key: str, size: int) -> bytes:
+    identity = text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
     return b"(" + identity + number(size) + b"tQ"
 
 
@@ -104,10 +96,6 @@ def tensor(
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[axis + 1 :], dtype=int)) for axis in range(len(shape)))
-
-
 def state_dict(items: Mapping[str, bytes]) -> bytes:
     """A pickle of a dict from names to whatever the opcodes build."""
     body = b"".join(text(name) + opcodes for name, opcodes in items.items())
@@ -115,33 +103,20 @@ def state_dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def pickled(values: Mapping[str, np.ndarray]) -> bytes:
-    return state_dict(
-        {
-            name: tensor(storage(str(i), value.size), value.shape, contiguous(value.shape))
-            for i, (name, value) in enumerate(values.items())
-        }
-    )
+    items = {}
+    for i, (name, value) in enumerate(values.items()):
+        strides = tuple(stride // value.itemsize for stride in value.strides)
+        items[name] = tensor(storage(str(i), value.size), value.shape, strides)
+    return state_dict(items)
 
 
-def write_zip(
-    path: Path, pickle_bytes: bytes, values: Mapping[str, np.ndarray], **extra: bytes
-) -> None:
-    """The zip format; ``extra`` are further members, or replace the usual ones."""
+def write_zip(file: Path | BinaryIO, pickle_bytes: bytes, values: Mapping[str, np.ndarray]) -> None:
+    """The zip format."""
     members = {"data.pkl": pickle_bytes, "byteorder": b"little"}
     members |= {f"data/{i}": value.tobytes() for i, value in enumerate(values.values())}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in (members | extra).items():
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
             archive.writestr(f"model/{name}", content)
-
-
-def write_checkpoint(folder: Path, file_format: str, config: Mapping[str, object] = CONFIG) -> None:
-    """A whole checkpoint: "safetensors" or "zip"."""
-    values = tensors(config)
-    if file_format == "safetensors":
-        write(folder, values, config)
-    else:
-        write_config(folder, config)
-        write_zip(folder / "pytorch_model.bin", pickled(values), values)
 
 
 def write(
@@ -150,9 +125,12 @@ def write(
     config: Mapping[str, object] = CONFIG,
     file: str = "model.safetensors",
 ) -> Path:
-    """A folder with these tensors."""
+    """A folder with these tensors, in the zip format unless in safetensors."""
     write_config(folder, config)
-    (folder / file).write_bytes(safetensors_bytes(values))
+    if file.endswith(".safetensors"):
+        (folder / file).write_bytes(save(dict(values)))
+    else:
+        write_zip(folder / file, pickled(values), values)
     return folder
 
 

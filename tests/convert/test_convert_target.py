@@ -157,19 +157,21 @@ def test_the_self_test_measures_what_drafting_does(convert_fitted, stories, tmp_
     ],
 )
 def test_a_drafter_of_another_model(stories, tmp_path, config, message):
-    handmade.write_checkpoint(tmp_path / "source", "zip", {**handmade.CONFIG, **config})
-    assert message in refusal(tmp_path / "source", target=stories.folder)
+    config = {**handmade.CONFIG, **config}
+    source = handmade.write(tmp_path / "source", handmade.tensors(config), config)
+    assert message in refusal(source, target=stories.folder)
 
 
 def test_padding_rows_are_dropped(stories, tmp_path):
     config = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 576}
-    handmade.write_checkpoint(tmp_path / "source", "zip", config)
+    values = handmade.tensors(config)
+    source = handmade.write(tmp_path / "source", values, config, "pytorch_model.bin")
     options: Any = {"target": stories.folder, "dtype": "float32"}
-    conversion = convert(tmp_path / "source", tmp_path / "out", **options)
+    conversion = convert(source, tmp_path / "out", **options)
     assert conversion.config.vocab_size == 512
     assert any("64 padding rows" in note for note in conversion.provenance["notes"])
     head = load_drafter(tmp_path / "out").lm_head[-1].weight
-    kept = mx.array(handmade.tensors(config)["lm_head.2.weight"][:512])
+    kept = mx.array(values["lm_head.2.weight"][:512])
     assert mx.array_equal(head, kept).item()
 
 
@@ -322,9 +324,7 @@ def test_inspection_names_the_target(tmp_path):
 
 
 def test_pickles_are_for_convert(tmp_path):
-    handmade.write_config(tmp_path, CONFIG)
-    values = handmade.medusa(2)
-    handmade.write_zip(tmp_path / "medusa_lm_head.pt", handmade.pickled(values), values)
+    handmade.write(tmp_path, handmade.medusa(2), CONFIG, "medusa_lm_head.pt")
     with pytest.raises(CheckpointError, match="loadable by `redrafter-mlx convert`"):
         recognise(tmp_path)
 
@@ -340,6 +340,6 @@ def test_options_that_do_not_fit(tmp_path, options, message):
 
 
 def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path):
-    handmade.write_checkpoint(tmp_path / "source", "safetensors")
+    source = handmade.write(tmp_path / "source", handmade.tensors())
     with pytest.raises(ConfigError, match="--tree is not for"):
-        convert(tmp_path / "source", tmp_path / "out", tree="static")
+        convert(source, tmp_path / "out", tree="static")
