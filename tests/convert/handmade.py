@@ -48,14 +48,17 @@ def tensors(config: Mapping[str, object] = CONFIG, seed: int = 0) -> dict[str, n
     }
 
 
-def medusa(num_heads: int, hidden: int = 8, rows: int = 70, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random heads of one block each, named as FasterDecoding does."""
-    random = np.random.default_rng(seed)
+def medusa(
+    num_heads: int, hidden: int = 8, rows: int = 70, blocks: int = 1
+) -> dict[str, np.ndarray]:
+    """Random heads, named as FasterDecoding does."""
+    random = np.random.default_rng(0)
     values = {}
     for head in range(num_heads):
-        values[f"{head}.0.linear.weight"] = random.standard_normal((hidden, hidden))
-        values[f"{head}.0.linear.bias"] = random.standard_normal(hidden)
-        values[f"{head}.1.weight"] = random.standard_normal((rows, hidden))
+        for block in range(blocks):
+            values[f"{head}.{block}.linear.weight"] = random.standard_normal((hidden, hidden))
+            values[f"{head}.{block}.linear.bias"] = random.standard_normal(hidden)
+        values[f"{head}.{blocks}.weight"] = random.standard_normal((rows, hidden))
     return {name: value.astype(np.float32) for name, value in values.items()}
 
 
