@@ -7,11 +7,13 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm
@@ -147,10 +149,9 @@ def test_minutes_are_for_the_whole_run(train, out):
     assert 3 < time.monotonic() - start < 120  # 9 on an idle machine
 
 
-def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, cli, monkeypatch):
+def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, cli):
     """The second one is interrupted while the target writes, long before the first step."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_training)
+    with _interrupting("training"):
         result = train("--answer-tokens", 24, "--epochs", 400)
     assert result.code == 130
     assert f"continue with: redrafter-mlx train --out {out} --resume" in result.err
@@ -160,8 +161,7 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
     for form in (["other"], ["--model", "other"]):
         assert "was begun with model " in _refusal(cli("train", *form, "--out", out, "--resume"))
     second = ("--out", out.with_name("second"))
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation, "build_corpus", Mock(side_effect=KeyboardInterrupt))
+    with patch.object(preparation, "build_corpus", side_effect=KeyboardInterrupt):
         assert train(*second, "--answer-tokens", 24, "--epochs", 1).code == 130
     begun = (second[1] / "run.json").read_bytes()
     again = _refusal(train(*second, "--answer-tokens", 32))
@@ -173,8 +173,7 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
 
 def test_commands_to_copy_name_all_that_they_need(train, tmp_path):
     out = tmp_path / "my drafter"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+    with _interrupting("reading text"):
         stopped = train("--out", out, "--answer-tokens", 24)
     assert stopped.code == 130
     command = stopped.err.splitlines()[-1].partition("continue with: ")[2]
@@ -187,17 +186,11 @@ def test_commands_to_copy_name_all_that_they_need(train, tmp_path):
     assert words[7:] == ["--drafter", str(out)]
 
 
-def test_two_runs_do_not_share_a_folder(train, out):
-    with locking(out):
-        assert f"another run trains in {out}; wait for its end" in _refusal(train())
-
-
 def test_a_run_is_continued_from_another_working_folder(train, out, cli, model, monkeypatch):
     assert train is not None, "it has written the texts"
     monkeypatch.chdir(out.parent)
     texts = ("--data", "texts.jsonl", "--cache", "outputs", "--answer-tokens", 24)
-    with monkeypatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+    with _interrupting("reading text"):
         assert cli("train", "--out", out, "--model", model, *texts).code == 130
     monkeypatch.chdir(out)
     assert cli("train", "--out", out, "--resume", "--dry-run").code == 0
@@ -224,15 +217,16 @@ def test_what_a_record_cannot_have_is_named(tmp_path, cli, record, message):
     assert re.search(message, _refusal(cli("train", "--out", tmp_path, "--resume")))
 
 
-def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
-    """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
-    if stage == "training" and done:
-        raise KeyboardInterrupt
+@contextmanager
+def _interrupting(stage: str) -> Iterator[None]:
+    """Raise what Ctrl-C raises in a stage; in the background a suite ignores Ctrl-C."""
 
+    def progress(reporter: ConsoleReporter, now: str, done: int, total: int | None) -> None:
+        if now == stage and done:
+            raise KeyboardInterrupt
 
-def _interrupt_reading(reporter: ConsoleReporter, stage: str, *_: object) -> None:
-    if stage == "reading text":
-        raise KeyboardInterrupt
+    with patch.object(ConsoleReporter, "progress", progress):
+        yield
 
 
 def _refusal(result: Result) -> str:
@@ -271,6 +265,8 @@ def test_refusals_are_one_line(train, out, cli, finished, model):
         assert message in _refusal(train(*arguments))
     no_target = cli("train", "--out", out, "--data", out.with_name("texts.jsonl"))
     assert "expected a model, found none" in _refusal(no_target)
+    with locking(out):
+        assert f"another run trains in {out}; wait for its end" in _refusal(train())
     assert not (out / "model.safetensors").exists()
 
 
