@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter import stream_generate
@@ -82,6 +83,15 @@ def random_shard(target: Target, student: Student, lengths: Sequence[int], kept:
     """Make a student's readings of random texts, of which all tokens but the first are drafted."""
     texts = random_texts(lengths, target.vocab_size)
     return read_sequences(target, texts, kept, student.layers)
+
+
+def kept_of(log_probs: np.ndarray, k: int) -> dict[str, mx.array]:
+    """What a teacher keeps of log-probabilities: the ``k`` best of each row, and the rest."""
+    ids = np.argsort(-log_probs, axis=-1, kind="stable")[..., :k]
+    kept = np.take_along_axis(log_probs, ids, -1)
+    tail = np.maximum(0, 1 - np.exp(kept).sum(-1))
+    arrays = {"top_ids": ids.astype(np.int32), "top_log_probs": kept, "tail": tail}
+    return {name: mx.array(array) for name, array in arrays.items()}
 
 
 def drafted_texts(
