@@ -144,14 +144,13 @@ def test_damaged_weights_are_named(tmp_path):
     handmade.convert(source, tmp_path / "out", dtype="bfloat16")
 
 
-SHARD_OF_TENSORRT = handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
     "speculators": (handmade.tensors(), {"speculators_model_type": "mlp"},
         "a drafter of speculators_model_type 'mlp'"),
     "a model": ({"model.embed_tokens.weight": np.zeros((2, 2), "f4")}, {}, "a language model"),
     "quantised": (handmade.tensors(), {"quantization": {"bits": 4}}, "quantised already"),
-    "tensor parallel": SHARD_OF_TENSORRT,
+    "tensor parallel": (handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"),
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from tests.convert import handmade
 from tests.convert.fitted import fit_drafter, fit_medusa
 from tests.convert.handmade import convert, refusal
 from tests.helpers.equality import tokens
+from tests.helpers.medusa import random_medusa
 from tests.helpers.models import change_config, expand, random_drafter, shared_path
 
 PROMPTS = ("Once upon a time", "The big dog", "Lily wanted to go to the park")
@@ -117,12 +118,14 @@ def test_the_recurrence_is_the_one_that_the_target_accepts_most(
     assert convert_fitted(rnn_activation="identity").config.rnn_activation == "identity"
 
 
-@pytest.mark.parametrize("rnn", [True, False])
-def test_an_untrained_drafter_is_noticed(stories, tmp_path, rnn):
-    save_drafter(random_drafter(512, 64, rnn=rnn), tmp_path / "source")
-    source = tmp_path / "source"
-    conversion = convert(source, tmp_path / "out", target=stories.folder)
-    assert "probably trained for another model" in conversion.warnings[0]
+@pytest.mark.parametrize("make", [
+    lambda: random_drafter(512, 64), lambda: random_drafter(512, 64, rnn=False),
+    lambda: random_medusa(512, 64),
+], ids=["recurrent", "sum", "medusa"])  # fmt: skip
+def test_an_untrained_drafter_is_noticed(stories, tmp_path, make):
+    save_drafter(make(), tmp_path / "source")
+    (warning,) = convert(tmp_path / "source", tmp_path / "out", target=stories.folder).warnings
+    assert "probably trained for another model" in warning
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
@@ -238,12 +241,6 @@ def test_converted_heads_give_the_targets_text(source, stories, text, tmp_path, 
         assert "".join(response.text for response in responses) == plain
         if shape:
             assert responses[-1].tokens_per_step > 1.2
-
-
-def test_heads_that_know_nothing_are_warned_about(stories, tmp_path):
-    source = write_heads(tmp_path / "source", handmade.medusa(3, hidden=64, rows=512), {})
-    (warning,) = convert(source, tmp_path / "out", target=stories.folder).warnings
-    assert "probably trained for another model" in warning
 
 
 @pytest.mark.parametrize(
