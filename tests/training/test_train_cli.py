@@ -350,18 +350,14 @@ def test_from_training_to_drafted_text(model_type, epochs, least, tmp_path, cli)
     save_target(model_type, target)
     file.write_text("\n".join(PROMPTS))
     network = NetworkOptions(exit_dim=64, layers=1)
-    data = DataOptions(answer_tokens=4 * WINDOW, temp=0)
+    data = DataOptions(answer_tokens=4 * WINDOW, sequence_length=8 * WINDOW, temp=0)
     training = TrainingOptions(epochs=epochs, batch_tokens=64, num_evaluations=1)
     options: Any = {"data_options": data, "network": network, "training": training}
     request = TrainingRequest(str(target), out, prompts=[file], **options)
     assert train_drafter(request, Silent()) is not None
-    pair = ("--model", target, "--drafter", out, "--prompt", PROMPTS[0])
-    result = cli("generate", *pair, "--max-tokens", 40, "--json", "--beam-width", 2)
-    assert result.code == 0, result.err
-    found = json.loads(result.out)
+    found = check_drafts(cli, target, out, PROMPTS[0], "--max-tokens", 40)
     model, tokenizer, *_ = mlx_lm.load(str(target))
     prompt = tokenizer.encode(PROMPTS[0])
     assert len(prompt) > WINDOW
     assert found["tokens"] == ids(stock_tokens(model, prompt, 40))
     assert found["tokens_per_step"] >= least
-    assert cli("check", *pair, "--max-tokens", 12).code == 0
