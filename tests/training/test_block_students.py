@@ -117,12 +117,10 @@ def test_a_drafter_is_calibrated_and_its_trees_pay(earlier, cli):
 
 def test_an_earlier_drafter_is_trained_further(earlier, tmp_path):
     start = replace(earlier, out=tmp_path / "more")
-    network = NetworkOptions("dflash", start_from=str(earlier.out))
-    with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):
-        train_drafter(replace(start, network=network), Silent())
-    recurrent = NetworkOptions(start_from=str(earlier.out))
-    with pytest.raises(ConfigError, match="for --head redrafter, found one for --head dspark"):
-        train_drafter(replace(start, network=recurrent), Silent())
+    network = NetworkOptions(start_from=str(earlier.out))
+    for head in ("dflash", "redrafter"):
+        with pytest.raises(ConfigError, match=f"for --head {head}, found one for --head dspark"):
+            train_drafter(replace(start, network=replace(network, head=head)), Silent())
     training = replace(earlier.training, epochs=1)
     network = replace(network, head="dspark")
     more = replace(start, network=network, training=training)
