@@ -77,6 +77,10 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
+# A call of a shell.
+SYSTEM = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
+
+
 def number(value: int) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 

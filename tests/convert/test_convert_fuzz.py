@@ -22,11 +22,10 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
-from tests.convert.handmade import text
+from tests.convert.handmade import SYSTEM, text
 
 MAX_SECONDS = 3.0
 SMALL = {**handmade.CONFIG, "hidden_size": 2, "exit_dim": 3, "vocab_size": 5, "num_draft_layers": 1}
-CALL = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
 MEDUSA = "medusa"
 MEDUSA_CONFIG = {"medusa_num_heads": 2, "medusa_num_layers": 1}
 FORBIDDEN_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.", "pickle.")
@@ -72,7 +71,7 @@ def seeds_of(values: Mapping[str, np.ndarray], file: str, prefix: str = "") -> d
         f"{prefix}safetensors": ("model.safetensors", whole, bytes),
         f"{prefix}header": ("model.safetensors", whole[8:start], with_data),
     }
-    for end, content in (("", intact), (", hostile", intact[:-2] + text("x") + CALL + b"u.")):
+    for end, content in (("", intact), (", hostile", intact[:-2] + text("x") + SYSTEM + b"u.")):
         seeds[f"{prefix}zip{end}"] = (file, in_zip(content), bytes)
         seeds[f"{prefix}pickle{end}"] = (file, content, in_zip)
     return seeds
@@ -85,7 +84,7 @@ TELLING = st.sampled_from(
     [
         *(b"(", b"R", b"t", b"u", b"b", b"c", b"Q", b".", b"\x85", b"\x93", b"S", b"V", b"h\x00"),
         *(b"q\x00", b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 4, b"\x00" * 8, b"\x7f" * 8),
-        *(b'"', b"}", b"[", CALL),
+        *(b'"', b"}", b"[", SYSTEM),
     ]
 )
 

@@ -17,6 +17,7 @@ import pytest
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES
 from tests.convert import handmade
 from tests.convert.handmade import (
+    SYSTEM,
     headed,
     number,
     refusal,
@@ -31,7 +32,6 @@ from tests.convert.handmade import (
 MAX_SECONDS = 10.0
 MAX_EXTRA_BYTES = 300 * 2**20
 PROTO, STOP = b"\x80\x02", b"."
-SYSTEM = b"cposix\nsystem\n" + b"(" + text("touch executed") + b"tR"
 # A function and 500,000 arguments, which every call would copy, in the memo.
 PARAMETER = b"]ctorch._utils\n_rebuild_parameter\nq\x00"
 MANY_ARGUMENTS = b"(" + tensor(storage("0", 1), (1,), (1,)) + b"N" * 500_000 + b"tq\x01"

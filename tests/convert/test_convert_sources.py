@@ -169,26 +169,23 @@ def test_ranks_of_tensorrt_are_refused(tmp_path):
     assert "split over several ranks" in refusal(source)
 
 
-def shards(folder: Path, owners: Mapping[str, str]) -> Path:
+SHARDS = "model-1.safetensors", "model-2.safetensors"
+OWNERS = {name: SHARDS[i % 2] for i, name in enumerate(handmade.tensors())}
+
+
+def shards(folder: Path, owners: Mapping[str, str] = OWNERS) -> Path:
     """Two shards with the tensors of a drafter and an index that says ``owners``."""
-    values = list(handmade.tensors().items())
-    write(folder, dict(values[:4]), file="model-1.safetensors")
-    write(folder, dict(values[4:]), file="model-2.safetensors")
+    for file in SHARDS:
+        values = {name: one for name, one in handmade.tensors().items() if OWNERS[name] == file}
+        write(folder, values, file=file)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(owners)}))
     return folder
 
 
-def true_owners() -> dict[str, str]:
-    return {
-        name: "model-1.safetensors" if i < 4 else "model-2.safetensors"
-        for i, name in enumerate(handmade.tensors())
-    }
-
-
 def test_shards(tmp_path):
-    conversion = convert(shards(tmp_path / "source", true_owners()))
-    assert sorted(conversion.provenance["sha256"]) == ["model-1.safetensors", "model-2.safetensors"]
+    conversion = convert(shards(tmp_path / "source"))
+    assert sorted(conversion.provenance["sha256"]) == list(SHARDS)
 
 
 def test_an_index_that_lies(tmp_path):
@@ -201,7 +198,7 @@ def test_an_index_that_lies(tmp_path):
         ("rnn_w.weight", "../model-2.safetensors", "'../model-2.safetensors', which is not a file"),
         ("rnn_w.weight", loud, "'model\\x1b[2J.safetensors', which is not a file"),
     ):
-        assert message in refusal(shards(tmp_path / "source", true_owners() | {name: owner}))
+        assert message in refusal(shards(tmp_path / "source", OWNERS | {name: owner}))
     assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))
 
 
