@@ -1,13 +1,14 @@
 """A tokenizer, a reporter, and texts that several tests use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import Student, TokenSequence
 from mlx_redrafter.training.teacher import read_sequences
@@ -95,12 +96,15 @@ def kept_of(log_probs: np.ndarray, k: int) -> dict[str, mx.array]:
 
 
 def drafted_texts(
-    model: Any, tokenizer: Any, drafter: Any, calls: Iterable[tuple[list[int], dict[str, Any]]]
+    model: Any, tokenizer: Any, drafter: Any, calls: Sequence[tuple[list[int], dict[str, Any]]]
 ) -> tuple[list[TokenSequence], int, int]:
     """Texts after prompts, with options of each; their tokens but the first, and their steps."""
-    sequences, tokens, steps = [], 0, 0
-    for prompt, options in calls:
-        responses = list(stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+    engine = Engine(model, tokenizer, drafter)
+    shared, sequences, tokens, steps = engine.share(), [], 0, 0
+    streams = [engine.stream(prompt, shared=shared, **options) for prompt, options in calls]
+    turns = zip(*zip_longest(*streams), strict=True)  # which all advance together
+    for (prompt, _), turn in zip(calls, turns, strict=True):
+        responses = [response for response in turn if response is not None]
         text = np.array([*prompt, *(response.token for response in responses)], np.int32)
         sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
         tokens += len(responses) - 1
