@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter import generate, load, load_drafter, stream_generate
+from mlx_redrafter import Engine, generate, load, load_drafter, stream_generate
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.recognition import recognise
@@ -37,7 +37,7 @@ from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter, fit_medusa
 from tests.convert.handmade import convert, refusal
-from tests.helpers.equality import tokens
+from tests.helpers.equality import batch_tokens
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import change_config, expand, random_drafter, shared_path
 
@@ -79,8 +79,8 @@ def convert_fitted(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
 
 def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
     """Greedy tokens after each prompt."""
-    options: Any = {"tokenizer": stories.tokenizer, "max_tokens": 40}
-    return [tokens(stories.model, prompt, drafter, **options) for prompt in PROMPTS]
+    engine = Engine(stories.model, stories.tokenizer, drafter)
+    return batch_tokens(engine.stream_batch(PROMPTS, max_tokens=40), len(PROMPTS))
 
 
 def test_quantised_drafters_keep_texts(convert_fitted, stories, tmp_path):
@@ -152,17 +152,24 @@ def test_the_self_test_measures_what_drafting_does(convert_fitted, stories, tmp_
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("hidden", "rows", "message"),
     [
-        ({"hidden_size": 32, "exit_dim": 64, "vocab_size": 512}, "hidden_size 32 does not match"),
-        ({"hidden_size": 64, "exit_dim": 128, "vocab_size": 400}, "vocab_size 400 does not match"),
-        ({"hidden_size": 64, "exit_dim": 128, "vocab_size": 700}, "vocab_size 700 does not match"),
+        (32, 512, "hidden_size 32 does not match"),
+        (64, 400, "vocab_size 400 does not match"),
+        (64, 700, "vocab_size 700 does not match"),
     ],
 )
-def test_a_drafter_of_another_model(stories, tmp_path, config, message):
-    config = {**handmade.CONFIG, **config}
+def test_a_drafter_of_another_model(stories, tmp_path, hidden, rows, message):
+    sizes = {"hidden_size": hidden, "exit_dim": 2 * hidden, "vocab_size": rows}
+    config = {**handmade.CONFIG, **sizes}
     source = handmade.write(tmp_path / "source", handmade.tensors(config), config)
     assert message in refusal(source, target=stories.folder)
+    values = handmade.medusa(3, hidden, rows)
+    assert message in refusal(write_heads(tmp_path / "heads", values, {}), target=stories.folder)
+    if rows >= 512:  # larger sizes are refused before any weights are read
+        values["0.1.weight"][0] = float("nan")
+        with pytest.raises(CheckpointError, match=message):
+            load(stories.folder, drafter=write_heads(tmp_path / "heads", values, {}))
 
 
 def test_padding_rows_are_dropped(stories, tmp_path):
@@ -243,19 +250,6 @@ def test_converted_heads_give_the_targets_text(source, stories, text, tmp_path, 
             assert responses[-1].tokens_per_step > 1.2
 
 
-@pytest.mark.parametrize(
-    ("hidden", "rows", "message"),
-    [(32, 512, "hidden_size 32 does not match"), (64, 700, "vocab_size 700 does not match")],
-)
-def test_heads_for_another_model_are_refused(stories, tmp_path, hidden, rows, message):
-    values = handmade.medusa(3, hidden, rows)
-    assert message in refusal(write_heads(tmp_path / "source", values, {}), target=stories.folder)
-    values["0.1.weight"][0] = float("nan")  # sizes are compared before any weights are read
-    source = write_heads(tmp_path / "source", values, {})
-    with pytest.raises(CheckpointError, match=message):
-        load(stories.folder, drafter=source)
-
-
 def test_published_heads_by_command(source, stories, tmp_path, cli):
     """As they are, and converted; `check` compares every kind in test_every_kind."""
     pair = ["--model", stories.folder, "--drafter", source]
@@ -326,17 +320,11 @@ def test_pickles_are_for_convert(tmp_path):
         recognise(tmp_path)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
-    ({"tree": "static"}, "a static tree needs --target"),
+@pytest.mark.parametrize(("values", "config", "options", "message"), [
+    (handmade.medusa(2), CONFIG, {"rnn_activation": "silu"}, "activation is not for Medusa heads"),
+    (handmade.medusa(2), CONFIG, {"tree": "static"}, "a static tree needs --target"),
+    (handmade.tensors(), handmade.CONFIG, {"tree": "static"}, "--tree is not for"),
 ])  # fmt: skip
-def test_options_that_do_not_fit(tmp_path, options, message):
-    source = write_heads(tmp_path / "source", handmade.medusa(2))
+def test_options_that_do_not_fit(tmp_path, values, config, options, message):
     with pytest.raises(ConfigError, match=message):
-        convert(source, tmp_path / "out", **options)
-
-
-def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path):
-    source = handmade.write(tmp_path / "source", handmade.tensors())
-    with pytest.raises(ConfigError, match="--tree is not for"):
-        convert(source, tmp_path / "out", tree="static")
+        convert(handmade.write(tmp_path / "source", values, config), tmp_path / "out", **options)
