@@ -67,12 +67,6 @@ def test_the_card_describes_the_drafter(source):
     assert "converted from `source`" in card
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_dtypes(source, dtype):
-    convert(source, source.parent / "out", dtype=dtype)
-    assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
-
-
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
 def test_quantisation_is_recorded_as_by_mlx_lm(source, bits, group_size):
     out = source.parent / "out"
