@@ -7,7 +7,7 @@ import io
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,8 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def watch() -> Iterator[Watch]:
-    watch = Watch()
-    yield watch
-    watch.is_on = False
+def watch() -> Watch:
+    return Watch()
 
 
 def zipped(content: bytes, values: Mapping[str, np.ndarray]) -> bytes:

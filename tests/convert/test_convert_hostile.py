@@ -16,17 +16,7 @@ import pytest
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES
 from tests.convert import handmade
-from tests.convert.handmade import (
-    SYSTEM,
-    headed,
-    number,
-    refusal,
-    state_dict,
-    storage,
-    tensor,
-    text,
-    write,
-)
+from tests.convert.handmade import SYSTEM, headed, refusal, state_dict, storage, tensor, text
 
 # Of the processor, twice what the longest pickle takes; a hang runs into the timeout of pytest.
 MAX_SECONDS = 10.0
@@ -107,7 +97,7 @@ def test_the_function_is_named_and_the_user_is_warned(source):
         b"ctorch._utils\n_rebuild_parameter\n(" + SYSTEM + b"\x89NtR",
         b"ccollections\nOrderedDict\n)R" + b"}" + text("__class__") + SYSTEM + b"sb",
         b"ctorch._utils\n_rebuild_tensor_v2\n}b",
-        number(3) + b")R",
+        handmade.number(3) + b")R",
         b"ccollections\nOrderedDict\n" * 1000 + b")" + b"R" * 1000,
     ],
 )
@@ -140,7 +130,11 @@ def test_no_way_to_a_call(source, opcodes):
         PROTO + b"c" + b"a" * 900_000 + STOP,
         PROTO + b"X\x03\x00\x00\x00\xed\xa0\x80" + STOP,
         PROTO + PARAMETER + MANY_ARGUMENTS + b"h\x00h\x01R" * 100_000 + STOP,
-        PROTO + b"}(" + b"".join(number(k * HASHED) + b"N" for k in range(1, 70_000)) + b"u" + STOP,
+        PROTO
+        + b"}("
+        + b"".join(handmade.number(k * HASHED) + b"N" for k in range(1, 70_000))
+        + b"u"
+        + STOP,
         b"\x80\xff" + STOP,
         b"",
     ],
@@ -186,7 +180,7 @@ def test_a_name_twice_in_a_pickle(source):
 
 def test_names_cannot_write_to_the_terminal(source):
     name = "\x1b[2J\n" + "x" * 100_000
-    write(source, handmade.tensors() | {name: np.zeros(1, np.float32)})
+    handmade.write(source, handmade.tensors() | {name: np.zeros(1, np.float32)})
     assert "\\x1b[2J" in refusal(source)
 
 
@@ -211,7 +205,7 @@ def test_a_zip_bomb_is_not_unpacked(source):
 
 def test_a_name_twice_in_an_archive(source):
     path = source / "pytorch_model.bin"
-    write(source, handmade.tensors(), file=path.name)
+    handmade.write(source, handmade.tensors(), file=path.name)
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as archive:
         archive.writestr("model/data.pkl", state_dict({"x": SYSTEM}))
     assert "two members named 'model/data.pkl'" in refusal(source)
@@ -249,7 +243,7 @@ def test_a_directory_that_claims_gigabytes(source):
 def test_truncated_files(source):
     """At any length at all, a truncated file is refused."""
     for name in ("model.safetensors", "pytorch_model.bin"):
-        write(source, handmade.tensors(), file=name)
+        handmade.write(source, handmade.tensors(), file=name)
         content = (source / name).read_bytes()
         for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 100, len(content) - 1):
             (source / name).write_bytes(content[:length])
@@ -298,7 +292,7 @@ def test_hostile_safetensors(source, content):
     ],
 )
 def test_hostile_configs(source, content):
-    write(source, handmade.tensors())
+    handmade.write(source, handmade.tensors())
     (source / "config.json").write_bytes(content)
     refusal(source)
 

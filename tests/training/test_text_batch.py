@@ -82,9 +82,8 @@ def test_every_text_has_its_own_temperature():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name, num_common):
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
-    monkeypatch.setattr(
-        "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
-    )  # prompts in several passes
+    # Prompts in several passes.
+    monkeypatch.setattr("mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20)
     target = Target(MODELS[name]())
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))

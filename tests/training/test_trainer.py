@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import train_drafter
+from mlx_redrafter.training import DataOptions, NetworkOptions, TrainingOptions, train_drafter
 from mlx_redrafter.training import trainer as trainer_module
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.files import load_arrays, save_arrays
@@ -30,14 +30,7 @@ from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training_options import (
-    RECIPES,
-    DataOptions,
-    Head,
-    NetworkOptions,
-    Recipe,
-    TrainingOptions,
-)
+from mlx_redrafter.training_options import RECIPES, Head, Recipe
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import shared_model, tiny_llama
 from tests.training.pieces import Silent, random_texts
