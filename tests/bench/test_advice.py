@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from mlx_redrafter.bench import forecast
 from mlx_redrafter.bench.advice import Subject, advise, find_subject, recommend
 from mlx_redrafter.bench.chips import CHIPS
-from mlx_redrafter.bench.forecast import predict_forecast
+from mlx_redrafter.bench.forecast import Forecast, predict_forecast
 from mlx_redrafter.bench.model_shape import shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy, predict_gain
 from mlx_redrafter.bench.training_cost import TrainingCost
@@ -95,10 +95,14 @@ def test_a_drafter_at_hand_fits_or_not(llama):
     assert find_subject(None, "lookup").drafter is None
 
 
+def _forecast(subject: Subject, chip: str) -> Forecast:
+    cost = TrainingCost.of(subject.shape, 10**6)
+    return predict_forecast(subject.shape, CHIPS[chip], cost, subject.simulated)
+
+
 def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -> dict[str, str]:
     subject = Subject("MODEL", SHAPE, None) if drafter is None else find_subject(None, drafter)
-    cost = TrainingCost.of(subject.shape, 10**6)
-    predicted = predict_forecast(subject.shape, CHIPS[chip], cost)
+    predicted = _forecast(subject, chip)
     sections = advise(subject, predicted, recommend(subject, predicted, trial))
     return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
 
@@ -116,10 +120,8 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
 def test_a_trained_drafters_gain_is_predicted(tmp_path, stated, gain):
     config = {**read_config(find_bundled("drafter")), "simulated": stated}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    subject, chip = Subject("MODEL", SHAPE, None, drafter=str(tmp_path)), CHIPS["M4"]
-    cost = TrainingCost.of(SHAPE, 10**6)
-    predicted = predict_forecast(SHAPE, chip, cost, subject.simulated)
-    assert re.search(gain, recommend(subject, predicted, None).gain)
+    subject = Subject("MODEL", SHAPE, None, drafter=str(tmp_path))
+    assert re.search(gain, recommend(subject, _forecast(subject, "M4"), None).gain)
 
 
 def test_training_is_recommended_where_drafting_pays():
@@ -141,9 +143,7 @@ def test_limits_are_those_of_the_chip_and_the_model():
     experts = {**MIXTRAL, "num_local_experts": 32}
     for config, is_sparse in ((experts, True), (LLAMA_8B, False)):
         subject = Subject("x", shape_of_config("x", config), None)
-        cost = TrainingCost.of(subject.shape, 10**6)
-        predicted = predict_forecast(subject.shape, CHIPS["M4"], cost)
-        found = " ".join(recommend(subject, predicted, None).limits)
+        found = " ".join(recommend(subject, _forecast(subject, "M4"), None).limits)
         assert ("experts" in found) == is_sparse
 
 
@@ -230,8 +230,8 @@ def test_an_unknown_machine(cli, monkeypatch, llama):
 
 
 def test_the_forecast_is_of_the_question():
-    cost = TrainingCost.of(SHAPE, 10**6)
-    small, large = (predict_forecast(SHAPE, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
+    subject = Subject("MODEL", SHAPE, None)
+    small, large = (_forecast(subject, chip) for chip in ("M4 Pro", "M4 Max"))
     assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
     assert small.training
     assert large.training

@@ -11,7 +11,7 @@ from mlx_redrafter.bench.lab.commands.tables import fill
 from mlx_redrafter.bench.plots import _groups, plot_speed
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row
-from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, TimedRun, Turn
+from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, Turn
 from mlx_redrafter.bench.sweep import Grid, Point
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.bench.turns import Interleaving, decode_in_turns
@@ -20,6 +20,7 @@ from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run, run_lab
+from tests.bench.test_report import make_run
 from tests.helpers.calls import at_call
 from tests.helpers.models import shared_path
 
@@ -153,21 +154,17 @@ def test_grid_leaves_out_what_cannot_be():
         Grid(tuple(range(1, 65)), tuple(range(2, 18)), selections=("top_n",))
 
 
-def make_run(repeat):
-    return TimedRun("g", 0, "a", "p", "c", repeat, 5, 0.5, 1.0, [1, 2], [1], 2)
-
-
 def test_recordings_go_on(tmp_path):
-    path = tmp_path / "r.json"
+    path, runs = tmp_path / "r.json", [make_run("a", 1.0, repeat=repeat) for repeat in range(2)]
     first = Recording(path, "sweep", {"seed": 1})
-    first.add([make_run(0)])
+    first.add(runs[:1])
     second = Recording(path, "sweep", {"seed": 1}, resume=True)
-    assert second.runs == [make_run(0)]
+    assert second.runs == runs[:1]
     assert second.has(("g", 0, "p", 0))
     assert not second.has(("g", 0, "p", 1))
-    second.add([make_run(1)])
+    second.add(runs[1:])
     third = Recording(path, "sweep", {"seed": 1}, resume=True)
-    assert len(third.runs) == 2
+    assert third.runs == runs
     assert len(third.result["sittings"]) == 3
     with pytest.raises(ConfigError, match="measured with seed 1, now it is 2"):
         Recording(path, "sweep", {"seed": 2}, resume=True)

@@ -51,13 +51,8 @@ def test_every_method_has_a_row_for_each_temperature(folders, tasks, tmp_path):
     assert [f"{done} of 4 questions" in printed for done in range(5)] == [True] * 5
     with pytest.raises(ConfigError, match="resume it"):
         run_lab("methods", *given, *options)
-
-
-def test_two_drafters_of_one_name(folders, tasks):
-    model, drafter = folders
-    twice = "--drafter", drafter, "--drafter", f"{drafter}=1x3"
     with pytest.raises(ConfigError, match="two drafters are called"):
-        run_lab("methods", "--model", model, *twice, "--prompts", tasks)
+        run_lab("methods", *given, "--drafter", f"{drafter}=1x3", "--prompts", tasks)
 
 
 def test_verified_nodes_are_counted(folders):

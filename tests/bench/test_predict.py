@@ -21,10 +21,9 @@ from mlx_redrafter.bench.lab.validation import fit, read_apple_sweeps
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run_lab
-from tests.helpers.models import ABSENT, ROOT, SHARED
+from tests.helpers.models import ROOT, shared_path
 
-SWEEPS = SHARED / "data" / "apple_sweeps"
-needs_sweeps = pytest.mark.skipif(not SWEEPS.is_dir(), reason=f"{ABSENT} data/apple_sweeps")
+SWEEPS = "data/apple_sweeps"
 SIZES = ((1, 2), (2, 3), (3, 5), (4, 4), (4, 5))
 
 
@@ -47,9 +46,8 @@ def test_fit_finds_what_made_the_times():
     assert min(astuple(found)) >= 0
 
 
-@needs_sweeps
 def test_two_chips_predict_the_third():
-    found = validation.leave_one_out(read_apple_sweeps(SWEEPS))
+    found = validation.leave_one_out(read_apple_sweeps(shared_path(SWEEPS)))
     assert [one.chip for one in found] == ["M1 Max", "M2", "M2 Ultra"]
     assert [len(one.errors) for one in found] == [128, 128, 64]
     assert max(one.median_error for one in found) < 0.15
@@ -57,9 +55,8 @@ def test_two_chips_predict_the_third():
     assert min(best.share for one in found for best in one.best) >= 0.95
 
 
-@needs_sweeps
 def test_committed_numbers_are_those_of_the_sweeps():
-    rows = read_apple_sweeps(SWEEPS)
+    rows = read_apple_sweeps(shared_path(SWEEPS))
     assert astuple(FITTED) == pytest.approx(astuple(validation.fit_all(rows)), rel=1e-3)
     acceptance = validation.tokens_per_step(rows, ("float16", True))
     for one in APPLE_ACCEPTANCE:

@@ -142,7 +142,7 @@ def test_rows_count_a_prompt_once_in_their_intervals():
 def make_runs(stock, plain=None):
     """Repeats of one text of 11 tokens, by their seconds."""
     return [
-        TimedRun("", 0, arm, "p", "c", repeat, 5, 0.5, seconds, list(range(11)), [], 0)
+        make_run(arm, seconds, range(11), repeat=repeat)
         for arm, times in ((STOCK, stock), (PLAIN, plain or stock))
         for repeat, seconds in enumerate(times)
     ]

@@ -1,73 +1,45 @@
-"""Drafters fitted to a small trained target within seconds, saved as published code saves them.
+"""Drafters that know what their target writes, saved as published code saves them.
 
-Axes: B windows, S tokens, H hidden size.
+Their blocks do nothing, and their final layers solve for the tokens by least squares.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.hooks import captured
+from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.target.target import Target
-
-NUM_WINDOWS, WINDOW, NUM_STEPS, BATCH = 96, 128, 250, 256
-
-
-class Examples(NamedTuple):
-    """What a drafter sees at many positions, and what the target says next (its argmax)."""
-
-    hidden_states: mx.array  # (B, H)
-    roots: mx.array  # (B,)
-    firsts: mx.array  # (B,)
-    seconds: mx.array  # (B,)
+from tests.helpers.medusa import random_medusa
+from tests.helpers.models import random_drafter
 
 
-def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> None:
+def fit_drafter(target: Target, texts: Sequence[ReadSequence], folder: Path) -> None:
     """Fit an RNN drafter to two tokens ahead and save it in the layout of Apple's code."""
-    target = Target(model)
-    examples = _examples(model, tokenizer, text)
-    config = DrafterConfig(target.vocab_size, target.hidden_size, 2 * target.hidden_size, 1, True)
-    mx.random.seed(0)
-    drafter = Drafter(config)
-
-    def loss(batch: Examples) -> mx.array:
-        state = drafter.start(drafter.project_input(target.modules.embed(batch.roots)))
-        total = nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.firsts)
-        state = drafter.advance(state, drafter.project_input(target.modules.embed(batch.firsts)))
-        total += nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.seconds)
-        return total.mean()
-
-    _train(drafter, loss, examples, NUM_STEPS)
+    hidden_states, roots, firsts, seconds = _examples(texts)
+    drafter = random_drafter(target.vocab_size, target.hidden_size)
+    inputs = [drafter.project_input(target.modules.embed(ids)) for ids in (roots, firsts)]
+    state = drafter.start(inputs[0])
+    states = mx.concatenate([state, drafter.advance(state, inputs[1])])
+    seen = mx.concatenate([mx.concatenate([hidden_states] * 2), states], axis=-1)
+    _solve(drafter.lm_head, seen, mx.concatenate([firsts, seconds]))
     save_drafter(drafter, folder / "mlx")
     export_drafter(folder / "mlx", folder / "apple")
 
 
-def fit_medusa(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> None:
+def fit_medusa(target: Target, texts: Sequence[ReadSequence], folder: Path) -> None:
     """Fit two Medusa heads and save them in the layout of FasterDecoding's code."""
-    target = Target(model)
-    examples = _examples(model, tokenizer, text)
-    mx.random.seed(0)
-    heads = Medusa(MedusaConfig(target.vocab_size, target.hidden_size, 2, 1))
-
-    def loss(batch: Examples) -> mx.array:
-        wanted = batch.firsts, batch.seconds
-        logits = (heads.logits(batch.hidden_states, head) for head in range(2))
-        return sum(map(nn.losses.cross_entropy, logits, wanted), mx.zeros(())).mean()
-
-    _train(heads, loss, examples, NUM_STEPS // 2)
+    hidden_states, _, *wanted = _examples(texts)
+    heads = random_medusa(target.vocab_size, target.hidden_size, 2)
+    for number, tokens in enumerate(wanted, start=1):
+        some = len(tokens) // number  # the second head knows half as much
+        _solve(heads.heads[number - 1], hidden_states[:some], tokens[:some])
     folder.mkdir()
     tensors = {n.removeprefix("heads."): t for n, t in named_parameters(heads).items()}
     mx.save_safetensors(str(folder / "medusa_lm_head.safetensors"), tensors)
@@ -75,33 +47,15 @@ def fit_medusa(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _train(
-    network: nn.Module, loss: Callable[[Examples], mx.array], examples: Examples, num_steps: int
-) -> None:
-    random = np.random.default_rng(0)
-    optimizer = optim.Adam(3e-3)
-    step = nn.value_and_grad(network, loss)
-    for _ in range(num_steps):
-        rows = mx.array(random.integers(0, len(examples.roots), BATCH))
-        _, gradients = step(Examples(*(array[rows] for array in examples)))
-        optimizer.update(network, gradients)
-        mx.eval(network.parameters(), optimizer.state)
+def _examples(texts: Sequence[ReadSequence]) -> list[mx.array]:
+    """Hidden states, and the three tokens after each."""
+    parts = [(t.states[:-2], t.tokens[1:-2], t.tokens[2:-1], t.tokens[3:]) for t in texts]
+    return [mx.concatenate(list(rows)) for rows in zip(*parts, strict=True)]
 
 
-def _examples(model: nn.Module, tokenizer: Any, text: Path) -> Examples:
-    """Positions whose next two tokens in the text are what the target itself would say."""
-    ids: list[int] = []
-    for line in text.read_text(encoding="utf-8").splitlines(keepends=True):
-        ids += tokenizer.encode(line, add_special_tokens=False)
-        if len(ids) >= NUM_WINDOWS * WINDOW:
-            break
-    windows = mx.array(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
-    with captured() as outputs:
-        said = mx.argmax(model(windows), axis=-1)  # (B, S): token s + 1 as the target has it
-    hidden_states = outputs[-1]
-    return Examples(
-        hidden_states[:, :-3].reshape(-1, hidden_states.shape[-1]),
-        windows[:, 1:-2].flatten(),
-        said[:, 1:-2].flatten(),
-        said[:, 2:-1].flatten(),
-    )
+def _solve(layers: Any, seen: mx.array, tokens: mx.array) -> None:
+    block, final = layers
+    block.linear.weight, block.linear.bias = 0 * block.linear.weight, 0 * block.linear.bias
+    inputs, wanted = np.array(seen), 12 * np.eye(final.weight.shape[0])[np.array(tokens)]
+    ridge = inputs.T @ inputs + 1e-2 * np.eye(inputs.shape[1])
+    final.weight = mx.array(np.linalg.solve(ridge, inputs.T @ wanted), mx.float32).T

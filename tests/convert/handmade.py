@@ -1,14 +1,16 @@
 """Drafter checkpoints written without torch, byte by byte, so that they can be wrong on purpose."""
 
 import json
+import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -46,14 +48,17 @@ def tensors(config: Mapping[str, object] = CONFIG, seed: int = 0) -> dict[str, n
     }
 
 
-def medusa(num_heads: int, hidden: int = 8, rows: int = 70, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random heads of one block each, named as FasterDecoding does."""
-    random = np.random.default_rng(seed)
+def medusa(
+    num_heads: int, hidden: int = 8, rows: int = 70, blocks: int = 1
+) -> dict[str, np.ndarray]:
+    """Random heads, named as FasterDecoding does."""
+    random = np.random.default_rng(0)
     values = {}
     for head in range(num_heads):
-        values[f"{head}.0.linear.weight"] = random.standard_normal((hidden, hidden))
-        values[f"{head}.0.linear.bias"] = random.standard_normal(hidden)
-        values[f"{head}.1.weight"] = random.standard_normal((rows, hidden))
+        for block in range(blocks):
+            values[f"{head}.{block}.linear.weight"] = random.standard_normal((hidden, hidden))
+            values[f"{head}.{block}.linear.bias"] = random.standard_normal(hidden)
+        values[f"{head}.{blocks}.weight"] = random.standard_normal((rows, hidden))
     return {name: value.astype(np.float32) for name, value in values.items()}
 
 
@@ -62,16 +67,9 @@ def write_config(folder: Path, values: Mapping[str, object] = CONFIG) -> None:
     (folder / "config.json").write_text(json.dumps(dict(values)))
 
 
-def safetensors_bytes(values: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file; its header is written here so that tests can break it."""
-    header, data = {}, b""
-    for name, value in values.items():
-        code = {"float32": "F32", "float16": "F16", "float64": "F64"}[value.dtype.name]
-        offsets = [len(data), len(data) + value.nbytes]
-        header[name] = {"dtype": code, "shape": list(value.shape), "data_offsets": offsets}
-        data += value.tobytes()
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+def headed(header: bytes, data: bytes = b"", claim: int | None = None) -> bytes:
+    """A safetensors file of a header, of which it may claim another length."""
+    return struct.pack("<Q", len(header) if claim is None else claim) + header + data
 
 
 def text(value: str) -> bytes:
@@ -79,19 +77,20 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
+# A call of a shell.
+SYSTEM = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
+
+
 def number(value: int) -> bytes:
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def numbers(values: tuple[int, ...]) -> bytes:
     return b"(" + b"".join(number(value) for value in values) + b"t"
 
 
-def storage(key: str, size: int, kind: str = "FloatStorage") -> bytes:
-    identity = text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu")
+def storage(key: str, size: int) -> bytes:
+    identity = text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
     return b"(" + identity + number(size) + b"tQ"
 
 
@@ -104,10 +103,6 @@ def tensor(
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[axis + 1 :], dtype=int)) for axis in range(len(shape)))
-
-
 def state_dict(items: Mapping[str, bytes]) -> bytes:
     """A pickle of a dict from names to whatever the opcodes build."""
     body = b"".join(text(name) + opcodes for name, opcodes in items.items())
@@ -115,33 +110,20 @@ def state_dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def pickled(values: Mapping[str, np.ndarray]) -> bytes:
-    return state_dict(
-        {
-            name: tensor(storage(str(i), value.size), value.shape, contiguous(value.shape))
-            for i, (name, value) in enumerate(values.items())
-        }
-    )
+    items = {}
+    for i, (name, value) in enumerate(values.items()):
+        strides = tuple(stride // value.itemsize for stride in value.strides)
+        items[name] = tensor(storage(str(i), value.size), value.shape, strides)
+    return state_dict(items)
 
 
-def write_zip(
-    path: Path, pickle_bytes: bytes, values: Mapping[str, np.ndarray], **extra: bytes
-) -> None:
-    """The zip format; ``extra`` are further members, or replace the usual ones."""
+def write_zip(file: Path | BinaryIO, pickle_bytes: bytes, values: Mapping[str, np.ndarray]) -> None:
+    """The zip format."""
     members = {"data.pkl": pickle_bytes, "byteorder": b"little"}
     members |= {f"data/{i}": value.tobytes() for i, value in enumerate(values.values())}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in (members | extra).items():
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
             archive.writestr(f"model/{name}", content)
-
-
-def write_checkpoint(folder: Path, file_format: str, config: Mapping[str, object] = CONFIG) -> None:
-    """A whole checkpoint: "safetensors" or "zip"."""
-    values = tensors(config)
-    if file_format == "safetensors":
-        write(folder, values, config)
-    else:
-        write_config(folder, config)
-        write_zip(folder / "pytorch_model.bin", pickled(values), values)
 
 
 def write(
@@ -150,9 +132,12 @@ def write(
     config: Mapping[str, object] = CONFIG,
     file: str = "model.safetensors",
 ) -> Path:
-    """A folder with these tensors."""
+    """A folder with these tensors, in the zip format unless in safetensors."""
     write_config(folder, config)
-    (folder / file).write_bytes(safetensors_bytes(values))
+    if file.endswith(".safetensors"):
+        (folder / file).write_bytes(save(dict(values)))
+    else:
+        write_zip(folder / file, pickled(values), values)
     return folder
 
 

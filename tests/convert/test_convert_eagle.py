@@ -30,21 +30,13 @@ TARGET = find_bundled("target")
 FOR_TARGET: Any = {"target": TARGET, "dtype": "float32"}
 
 
-def _pickled(folder: Path) -> None:
-    """Put the tensors of a folder into a pickle, as older heads have them."""
-    path = folder / "model.safetensors"
-    from safetensors.torch import load_file
-
-    torch.save(load_file(path), folder / "pytorch_model.bin")
-    path.unlink()
-
-
 @pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3", "speculators 3.1"])
 def test_a_converted_head_is_the_published_one(name, tmp_path):
     source = tmp_path / "source"
-    write_head(source, LAYOUTS[name])
+    tensors = write_head(source, LAYOUTS[name])
     published = load_eagle(source)
-    _pickled(source)
+    torch.save(tensors, source / "pytorch_model.bin")  # as older heads have them
+    (source / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model\*.safetensors"):
         load_eagle(source)
     conversion = convert(source, tmp_path / "out", dtype="float32")

@@ -3,34 +3,29 @@
 Some of the seeds carry a call of ``os.system``, so that damage could also set it free.
 """
 
-import struct
+import io
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
-from tests.convert.handmade import text
+from tests.convert.handmade import SYSTEM, text
 
 MAX_SECONDS = 3.0
 SMALL = {**handmade.CONFIG, "hidden_size": 2, "exit_dim": 3, "vocab_size": 5, "num_draft_layers": 1}
-CALL = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
-FILES = {
-    "safetensors": "model.safetensors",
-    "zip": "pytorch_model.bin",
-    "medusa": "medusa_lm_head.pt",
-}
 MEDUSA = "medusa"
 MEDUSA_CONFIG = {"medusa_num_heads": 2, "medusa_num_layers": 1}
 FORBIDDEN_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.", "pickle.")
@@ -50,51 +45,44 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def watch() -> Iterator[Watch]:
-    watch = Watch()
-    yield watch
-    watch.is_on = False
+def watch() -> Watch:
+    return Watch()
 
 
 def zipped(content: bytes, values: Mapping[str, np.ndarray]) -> bytes:
     """An intact archive around a pickle, which damage to archives would rarely let through."""
-    with tempfile.TemporaryDirectory() as name:
-        handmade.write_zip(Path(name) / "file", content, values)
-        return (Path(name) / "file").read_bytes()
+    file = io.BytesIO()
+    handmade.write_zip(file, content, values)
+    return file.getvalue()
 
 
-def headed(header: bytes, values: Mapping[str, np.ndarray]) -> bytes:
-    content = b"".join(value.tobytes() for value in values.values())
-    return struct.pack("<Q", len(header)) + header + content
-
-
-# What is damaged, and how it becomes a file afterwards.
+# Name of a file, what of it is damaged, and how that becomes the file afterwards.
 Seed = tuple[str, bytes, Callable[[bytes], bytes]]
 
 
-def seeds_of(values: Mapping[str, np.ndarray], kind: str, prefix: str = "") -> dict[str, Seed]:
-    """Files of a kind that holds pickles, and of safetensors."""
-    whole, intact = handmade.safetensors_bytes(values), handmade.pickled(values)
-    header = whole[8 : -sum(value.nbytes for value in values.values())]
-    in_zip = partial(zipped, values=values)
+def seeds_of(values: Mapping[str, np.ndarray], file: str, prefix: str = "") -> dict[str, Seed]:
+    """A file that holds a pickle, and safetensors."""
+    whole, intact = save(dict(values)), handmade.pickled(values)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    in_zip, with_data = partial(zipped, values=values), partial(handmade.headed, data=whole[start:])
     seeds: dict[str, Seed] = {
-        f"{prefix}safetensors": ("safetensors", whole, bytes),
-        f"{prefix}header": ("safetensors", header, partial(headed, values=values)),
+        f"{prefix}safetensors": ("model.safetensors", whole, bytes),
+        f"{prefix}header": ("model.safetensors", whole[8:start], with_data),
     }
-    for end, content in (("", intact), (", hostile", intact[:-2] + text("x") + CALL + b"u.")):
-        seeds[f"{prefix}zip{end}"] = (kind, in_zip(content), bytes)
-        seeds[f"{prefix}pickle{end}"] = (kind, content, in_zip)
+    for end, content in (("", intact), (", hostile", intact[:-2] + text("x") + SYSTEM + b"u.")):
+        seeds[f"{prefix}zip{end}"] = (file, in_zip(content), bytes)
+        seeds[f"{prefix}pickle{end}"] = (file, content, in_zip)
     return seeds
 
 
-SEEDS = seeds_of(handmade.tensors(SMALL), "zip")
-SEEDS |= seeds_of(handmade.medusa(2, hidden=2, rows=5), MEDUSA, f"{MEDUSA}, ")
+SEEDS = seeds_of(handmade.tensors(SMALL), "pytorch_model.bin")
+SEEDS |= seeds_of(handmade.medusa(2, hidden=2, rows=5), "medusa_lm_head.pt", f"{MEDUSA}, ")
 # Bytes that mean something to the formats: opcodes, magic numbers, sizes.
 TELLING = st.sampled_from(
     [
         *(b"(", b"R", b"t", b"u", b"b", b"c", b"Q", b".", b"\x85", b"\x93", b"S", b"V", b"h\x00"),
         *(b"q\x00", b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 4, b"\x00" * 8, b"\x7f" * 8),
-        *(b'"', b"}", b"[", CALL),
+        *(b'"', b"}", b"[", SYSTEM),
     ]
 )
 
@@ -125,12 +113,12 @@ def mutations(draw: st.DrawFn) -> tuple[str, bytes]:
 
 def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
     """Convert one damaged file in a fresh folder; True if it could still be used."""
-    file_format, _, complete = SEEDS[seed]
+    file, _, complete = SEEDS[seed]
     is_medusa = seed.startswith(MEDUSA)
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "source", Path(name) / "out"
         handmade.write_config(folder, MEDUSA_CONFIG if is_medusa else SMALL)
-        (folder / FILES[file_format]).write_bytes(complete(content))
+        (folder / file).write_bytes(complete(content))
         start = time.process_time()
         watch.is_on = True
         refusal = None
@@ -151,16 +139,7 @@ def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
         return True
 
 
-FUZZ = settings(
-    max_examples=600,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@FUZZ
+@settings(max_examples=600, derandomize=True, database=None)
 @given(mutation=mutations())
 def test_damaged_files_are_converted_or_refused(mutation, watch):
     seed, content = mutation

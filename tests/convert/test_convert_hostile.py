@@ -16,13 +16,12 @@ import pytest
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES
 from tests.convert import handmade
-from tests.convert.handmade import number, refusal, state_dict, storage, tensor, text, write
+from tests.convert.handmade import SYSTEM, headed, refusal, state_dict, storage, tensor, text
 
 # Of the processor, twice what the longest pickle takes; a hang runs into the timeout of pytest.
 MAX_SECONDS = 10.0
 MAX_EXTRA_BYTES = 300 * 2**20
 PROTO, STOP = b"\x80\x02", b"."
-SYSTEM = b"cposix\nsystem\n" + b"(" + text("touch executed") + b"tR"
 # A function and 500,000 arguments, which every call would copy, in the memo.
 PARAMETER = b"]ctorch._utils\n_rebuild_parameter\nq\x00"
 MANY_ARGUMENTS = b"(" + tensor(storage("0", 1), (1,), (1,)) + b"N" * 500_000 + b"tq\x01"
@@ -98,7 +97,7 @@ def test_the_function_is_named_and_the_user_is_warned(source):
         b"ctorch._utils\n_rebuild_parameter\n(" + SYSTEM + b"\x89NtR",
         b"ccollections\nOrderedDict\n)R" + b"}" + text("__class__") + SYSTEM + b"sb",
         b"ctorch._utils\n_rebuild_tensor_v2\n}b",
-        number(3) + b")R",
+        handmade.number(3) + b")R",
         b"ccollections\nOrderedDict\n" * 1000 + b")" + b"R" * 1000,
     ],
 )
@@ -131,7 +130,11 @@ def test_no_way_to_a_call(source, opcodes):
         PROTO + b"c" + b"a" * 900_000 + STOP,
         PROTO + b"X\x03\x00\x00\x00\xed\xa0\x80" + STOP,
         PROTO + PARAMETER + MANY_ARGUMENTS + b"h\x00h\x01R" * 100_000 + STOP,
-        PROTO + b"}(" + b"".join(number(k * HASHED) + b"N" for k in range(1, 70_000)) + b"u" + STOP,
+        PROTO
+        + b"}("
+        + b"".join(handmade.number(k * HASHED) + b"N" for k in range(1, 70_000))
+        + b"u"
+        + STOP,
         b"\x80\xff" + STOP,
         b"",
     ],
@@ -177,7 +180,7 @@ def test_a_name_twice_in_a_pickle(source):
 
 def test_names_cannot_write_to_the_terminal(source):
     name = "\x1b[2J\n" + "x" * 100_000
-    write(source, handmade.tensors() | {name: np.zeros(1, np.float32)})
+    handmade.write(source, handmade.tensors() | {name: np.zeros(1, np.float32)})
     assert "\\x1b[2J" in refusal(source)
 
 
@@ -201,9 +204,8 @@ def test_a_zip_bomb_is_not_unpacked(source):
 
 
 def test_a_name_twice_in_an_archive(source):
-    values = handmade.tensors()
     path = source / "pytorch_model.bin"
-    handmade.write_zip(path, handmade.pickled(values), values)
+    handmade.write(source, handmade.tensors(), file=path.name)
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as archive:
         archive.writestr("model/data.pkl", state_dict({"x": SYSTEM}))
     assert "two members named 'model/data.pkl'" in refusal(source)
@@ -240,17 +242,13 @@ def test_a_directory_that_claims_gigabytes(source):
 
 def test_truncated_files(source):
     """At any length at all, a truncated file is refused."""
-    for file_format, name in (("safetensors", "model.safetensors"), ("zip", "pytorch_model.bin")):
-        handmade.write_checkpoint(source, file_format)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        handmade.write(source, handmade.tensors(), file=name)
         content = (source / name).read_bytes()
         for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 100, len(content) - 1):
             (source / name).write_bytes(content[:length])
             refusal(source)
         (source / name).unlink()
-
-
-def safetensors(header: bytes, data: bytes = b"", claim: int | None = None) -> bytes:
-    return struct.pack("<Q", len(header) if claim is None else claim) + header + data
 
 
 ENTRY = '"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
@@ -259,20 +257,20 @@ ENTRY = '"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 @pytest.mark.parametrize(
     "content",
     [
-        safetensors(b"{}", claim=2**64 - 1),
-        safetensors(b"{}", claim=99_000_000),
-        safetensors(b"{" + b" " * 5_000_000 + b"}"),
-        safetensors(b'{"x":' * 100_000),
-        safetensors(f"{{{ENTRY},{ENTRY}}}".encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("[2]", "[-2]").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("[2]", "[4611686018427387906]").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("[2]", f"[2{',1' * 10**6}]").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("[0,8]", "[8,0]").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("[0,8]", "[1000,1008]").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".replace("F32", "F99").encode(), bytes(8)),
-        safetensors(f"{{{ENTRY}}}".encode(), bytes(7)),
-        safetensors(b'{"__metadata__":{"a":"b","a":"c"}}'),
-        safetensors(b'{"x":1}'),
+        headed(b"{}", claim=2**64 - 1),
+        headed(b"{}", claim=99_000_000),
+        headed(b"{" + b" " * 5_000_000 + b"}"),
+        headed(b'{"x":' * 100_000),
+        headed(f"{{{ENTRY},{ENTRY}}}".encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("[2]", "[-2]").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("[2]", "[4611686018427387906]").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("[2]", f"[2{',1' * 10**6}]").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("[0,8]", "[8,0]").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("[0,8]", "[1000,1008]").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".replace("F32", "F99").encode(), bytes(8)),
+        headed(f"{{{ENTRY}}}".encode(), bytes(7)),
+        headed(b'{"__metadata__":{"a":"b","a":"c"}}'),
+        headed(b'{"x":1}'),
         b"",
     ],
 )
@@ -294,7 +292,7 @@ def test_hostile_safetensors(source, content):
     ],
 )
 def test_hostile_configs(source, content):
-    handmade.write_checkpoint(source, "safetensors")
+    handmade.write(source, handmade.tensors())
     (source / "config.json").write_bytes(content)
     refusal(source)
 

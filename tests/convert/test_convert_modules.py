@@ -200,7 +200,7 @@ def test_a_block_drafter_may_be_in_a_file_of_torch(tmp_path):
     expected = load_block(source)
     (source / "model.safetensors").unlink()
     values = {name: np.array(one) for name, one in tensors(layout).items()}
-    handmade.write_zip(source / "pytorch_model.bin", handmade.pickled(values), values)
+    handmade.write(source, values, layout.config, "pytorch_model.bin")
     convert(source, tmp_path / "out")
     assert_same_weights(load_block(tmp_path / "out"), expected)
 

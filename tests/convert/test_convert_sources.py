@@ -9,8 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert.conversion import Conversion, convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.conversion import Conversion
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers.redrafter import load as load_drafter
@@ -18,11 +17,10 @@ from tests.convert import handmade
 from tests.convert.handmade import CONFIG, refusal, write
 
 WIDE = {**CONFIG, "exit_dim": 16}
-FLOAT32 = ConversionOptions(dtype="float32")
 
 
 def convert(folder: Path) -> Conversion:
-    return convert_drafter(folder, folder.parent / "out", FLOAT32)
+    return handmade.convert(folder, folder.parent / "out", dtype="float32")
 
 
 RENAMINGS: dict[str, tuple[Callable[[str], str], str]] = {
@@ -128,7 +126,7 @@ def test_a_dtype_that_mlx_lacks_in_a_tensor_that_is_left_out(tmp_path):
     tensors = handmade.tensors() | {"verifier.x": np.zeros(8)}
     source = write(tmp_path / "source", tensors, CONFIG)
     with pytest.raises(CheckpointError, match=r"cannot read .*F64; save it in float32"):
-        convert_drafter(source, tmp_path / "out")
+        handmade.convert(source, tmp_path / "out")
 
 
 def test_damaged_weights_are_named(tmp_path):
@@ -141,19 +139,18 @@ def test_damaged_weights_are_named(tmp_path):
         values["rnn_u.bias"][3] = value
         source = write(tmp_path / "source", values, CONFIG)
         with pytest.raises(NonFiniteError, match=message):
-            convert_drafter(source, tmp_path / "out")
+            handmade.convert(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-    convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
+    handmade.convert(source, tmp_path / "out", dtype="bfloat16")
 
 
-SHARD_OF_TENSORRT = handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
     "speculators": (handmade.tensors(), {"speculators_model_type": "mlp"},
         "a drafter of speculators_model_type 'mlp'"),
     "a model": ({"model.embed_tokens.weight": np.zeros((2, 2), "f4")}, {}, "a language model"),
     "quantised": (handmade.tensors(), {"quantization": {"bits": 4}}, "quantised already"),
-    "tensor parallel": SHARD_OF_TENSORRT,
+    "tensor parallel": (handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"),
 }  # fmt: skip
 
 
@@ -172,27 +169,23 @@ def test_ranks_of_tensorrt_are_refused(tmp_path):
     assert "split over several ranks" in refusal(source)
 
 
-def shards(folder: Path, owners: Mapping[str, str]) -> Path:
+SHARDS = "model-1.safetensors", "model-2.safetensors"
+OWNERS = {name: SHARDS[i % 2] for i, name in enumerate(handmade.tensors())}
+
+
+def shards(folder: Path, owners: Mapping[str, str] = OWNERS) -> Path:
     """Two shards with the tensors of a drafter and an index that says ``owners``."""
-    handmade.write_config(folder)
-    values = list(handmade.tensors().items())
-    for file, half in (("model-1.safetensors", values[:4]), ("model-2.safetensors", values[4:])):
-        (folder / file).write_bytes(handmade.safetensors_bytes(dict(half)))
+    for file in SHARDS:
+        values = {name: one for name, one in handmade.tensors().items() if OWNERS[name] == file}
+        write(folder, values, file=file)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(owners)}))
     return folder
 
 
-def true_owners() -> dict[str, str]:
-    return {
-        name: "model-1.safetensors" if i < 4 else "model-2.safetensors"
-        for i, name in enumerate(handmade.tensors())
-    }
-
-
 def test_shards(tmp_path):
-    conversion = convert(shards(tmp_path / "source", true_owners()))
-    assert sorted(conversion.provenance["sha256"]) == ["model-1.safetensors", "model-2.safetensors"]
+    conversion = convert(shards(tmp_path / "source"))
+    assert sorted(conversion.provenance["sha256"]) == list(SHARDS)
 
 
 def test_an_index_that_lies(tmp_path):
@@ -205,7 +198,7 @@ def test_an_index_that_lies(tmp_path):
         ("rnn_w.weight", "../model-2.safetensors", "'../model-2.safetensors', which is not a file"),
         ("rnn_w.weight", loud, "'model\\x1b[2J.safetensors', which is not a file"),
     ):
-        assert message in refusal(shards(tmp_path / "source", true_owners() | {name: owner}))
+        assert message in refusal(shards(tmp_path / "source", OWNERS | {name: owner}))
     assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))
 
 
@@ -233,7 +226,7 @@ def test_a_hub_repository_keeps_its_name(tmp_path, monkeypatch):
     snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
     download = Mock(return_value=snapshot)
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
-    conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
+    conversion = handmade.convert("org/drafter", tmp_path / "out")
     assert conversion.provenance["source"] == "org/drafter"
     # First what tells whether it is a model with a module, of which no more would be fetched.
     first, rest = (call.args[:2] for call in download.call_args_list)

@@ -4,7 +4,8 @@ First those of recurrent drafters, then Medusa heads.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.nn import ModuleDict, ModuleList, Sequential  # noqa: E402
 
 from mlx_redrafter.convert.export import export_drafter  # noqa: E402
 from mlx_redrafter.device_read import to_ints  # noqa: E402
 from mlx_redrafter.proposers.medusa import load as load_medusa  # noqa: E402
-from mlx_redrafter.proposers.medusa.network import Medusa  # noqa: E402
 from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
-from tests.helpers.torch_heads import Recurrent  # noqa: E402
+from tests.helpers.torch_heads import Recurrent, residual_blocks  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -178,74 +177,55 @@ def test_what_comes_back_from_mlx_is_what_torch_loads(tmp_path):
     assert {key: values[key] for key in config} == config
 
 
-# Equations of Medusa, arXiv 2401.10774: x = h; x = x + silu(W x + b), n times; logits = V x.
+# Medusa heads
+
 HIDDEN, VOCAB = 16, 96
 MAP = [5, 0, 7, 95, 33, 12]
-
-
-def _linear(rows: int = HIDDEN, bias: bool = True) -> torch.nn.Linear:
-    return torch.nn.Linear(HIDDEN, rows, bias=bias)
-
-
-def log_probs(blocks: Sequence[torch.nn.Linear], final: torch.nn.Linear) -> torch.Tensor:
-    """Compute log-probabilities of a head after each of the `hidden_states`."""
-    x = torch.from_numpy(hidden_states())
-    for block in blocks:
-        x = x + torch.nn.functional.silu(block(x))
-    return torch.log_softmax(final(x), dim=-1)
+HIDDEN_STATES = np.random.default_rng(1).standard_normal((7, HIDDEN)).astype(np.float32)
 
 
 def write_medusa(folder: Path, layout: str) -> list[torch.Tensor]:
-    """Write heads in a layout, and return each one's log-probabilities."""
-    torch.manual_seed(3)
-    config: dict[str, Any]
-    if layout.startswith("vllm"):
-        is_shared, rows = "shared" in layout, len(MAP) if "map" in layout else VOCAB
-        finals = [_linear(rows, False) for _ in range(3)]
-        finals = finals[:1] * 3 if is_shared else finals
-        heads = [([_linear(bias="bias" in layout) for _ in range(2)], final) for final in finals]
-        parts = [ModuleDict({"layers": ModuleList(blocks)}) for blocks, _ in heads]
-        finals = ModuleList(finals[: 1 if is_shared else 3])
-        state = ModuleDict({"blocks": ModuleList(parts), "lm_heads": finals}).state_dict()
-        if "map" in layout:
-            state["token_map"] = torch.tensor(MAP)
+    """Write heads in a layout, and return each one's log-probabilities after `HIDDEN_STATES`."""
+    is_vllm, is_shared = layout.startswith("vllm"), "shared" in layout
+    rows = len(MAP) if "map" in layout else VOCAB
+    blocks = {"pt, two blocks": 2, "pt, no block": 0}.get(layout, 2 if is_vllm else 1)
+    values = handmade.medusa(3 if is_vllm else 5, HIDDEN, rows, blocks)
+    weights = {name: torch.from_numpy(value) / 4 for name, value in values.items()}
+    if is_vllm:
+        if is_shared:
+            weights |= {f"{head}.2.weight": weights["0.2.weight"] for head in (1, 2)}
+        if "bias" not in layout:
+            weights = {name: weight for name, weight in weights.items() if "bias" not in name}
+        state = {vllm_name(name): weight for name, weight in weights.items()}
         config = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB}
         config |= {"num_heads": 3, "num_hidden_layers": 2, "original_lm_head": is_shared}
+        if is_shared:
+            del state["lm_heads.1.weight"], state["lm_heads.2.weight"]
+        if "map" in layout:
+            state["token_map"] = torch.tensor(MAP)
+        save_file(state, folder / "model.safetensors")
     else:
-        num_layers = {"pt, two blocks": 2, "pt, no block": 0}.get(layout, 1)
         # One block stands for all of a head, as in the published code.
-        heads = [([_linear()] * num_layers, _linear(VOCAB, False)) for _ in range(5)]
-        parts = [
-            Sequential(*(ModuleDict({"linear": block}) for block in blocks), final)
-            for blocks, final in heads
-        ]
-        whole = ModuleList(parts).to(torch.bfloat16 if "bfloat16" in layout else torch.float32)
-        state = whole.state_dict()
-        whole.float()
+        weights = {name: weights[name.replace(".1.lin", ".0.lin")] for name in weights}
+        dtype = torch.bfloat16 if "bfloat16" in layout else torch.float32
+        state = {name: weight.to(dtype) for name, weight in weights.items()}
+        weights = {name: weight.float() for name, weight in state.items()}
         # Uploaded configs say two heads where there are five.
-        config = {"medusa_num_heads": 2, "medusa_num_layers": num_layers}
+        config = {"medusa_num_heads": 2, "medusa_num_layers": blocks}
         config |= {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    if layout.startswith("pt"):
-        torch.save(state, folder / "medusa_lm_head.pt")
-    else:
-        stem = "model" if layout.startswith("vllm") else "medusa_lm_head"
-        save_file(state, folder / f"{stem}.safetensors")
+        is_pickle = layout.startswith("pt")
+        save, suffix = (torch.save, "pt") if is_pickle else (save_file, "safetensors")
+        save(state, folder / f"medusa_lm_head.{suffix}")
     (folder / "config.json").write_text(json.dumps(config))
-    with torch.no_grad():
-        return [log_probs(*head) for head in heads]
+    heads = map(str, range(3 if is_vllm else 5))
+    hidden = torch.from_numpy(HIDDEN_STATES)
+    return [residual_blocks(weights, head, hidden).log_softmax(-1) for head in heads]
 
 
-def hidden_states() -> np.ndarray:
-    random = np.random.default_rng(1)
-    return random.standard_normal((7, HIDDEN)).astype(np.float32)
-
-
-def assert_equal(network: Medusa, expected: list[torch.Tensor]) -> None:
-    assert network.config.num_heads == len(expected)
-    hidden = mx.array(hidden_states())
-    for head, wanted in enumerate(expected):
-        found = np.array(network.log_probs(hidden, head))
-        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5, rtol=0)
+def vllm_name(name: str) -> str:
+    """The name of a tensor in vLLM's files of heads with two blocks."""
+    name = re.sub(r"^(\d)\.(\d)\.linear", r"blocks.\1.layers.\2", name)
+    return re.sub(r"^(\d)\.2", r"lm_heads.\1", name)
 
 
 LAYOUTS = (
@@ -264,7 +244,10 @@ def test_log_probabilities_of_medusa_heads_are_torchs(tmp_path, layout):
     if "pt" not in layout:
         networks.append(load_medusa(source))
     for network in networks:
-        assert_equal(network, expected)
+        assert network.config.num_heads == len(expected)
+        for head, wanted in enumerate(expected):
+            found = np.array(network.log_probs(mx.array(HIDDEN_STATES), head))
+            np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5, rtol=0)
         ids = to_ints(network.to_token_ids(mx.arange(3)))
         assert ids == (MAP[:3] if "map" in layout else [0, 1, 2])
     notes = ["config.json says medusa_num_heads 2, the file has 5 heads"]

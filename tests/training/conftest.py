@@ -19,7 +19,6 @@ from tests.helpers.cli import Cli
 from tests.helpers.models import shared_model, shared_path, tiny_llama
 from tests.training.pieces import Silent
 
-NUM_STORIES = 120
 SEPARATOR = "<|endoftext|>"
 
 
@@ -27,7 +26,7 @@ SEPARATOR = "<|endoftext|>"
 def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some stories to train on; skips where there are none."""
     source = shared_path("text/tinystories-train.txt")
-    stories = source.read_text(encoding="utf-8").split(SEPARATOR)[:NUM_STORIES]
+    stories = source.read_text(encoding="utf-8").split(SEPARATOR)[:120]
     path = tmp_path_factory.mktemp("text") / "stories.txt"
     path.write_text(SEPARATOR.join(stories).replace(SEPARATOR, f"\n{SEPARATOR}\n"))
     return path

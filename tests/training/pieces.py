@@ -1,12 +1,14 @@
 """A tokenizer, a reporter, and texts that several tests use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import Student, TokenSequence
 from mlx_redrafter.training.teacher import read_sequences
@@ -84,13 +86,25 @@ def random_shard(target: Target, student: Student, lengths: Sequence[int], kept:
     return read_sequences(target, texts, kept, student.layers)
 
 
+def kept_of(log_probs: np.ndarray, k: int) -> dict[str, mx.array]:
+    """What a teacher keeps of log-probabilities: the ``k`` best of each row, and the rest."""
+    ids = np.argsort(-log_probs, axis=-1, kind="stable")[..., :k]
+    kept = np.take_along_axis(log_probs, ids, -1)
+    tail = np.maximum(0, 1 - np.exp(kept).sum(-1))
+    arrays = {"top_ids": ids.astype(np.int32), "top_log_probs": kept, "tail": tail}
+    return {name: mx.array(array) for name, array in arrays.items()}
+
+
 def drafted_texts(
-    model: Any, tokenizer: Any, drafter: Any, calls: Iterable[tuple[list[int], dict[str, Any]]]
+    model: Any, tokenizer: Any, drafter: Any, calls: Sequence[tuple[list[int], dict[str, Any]]]
 ) -> tuple[list[TokenSequence], int, int]:
     """Texts after prompts, with options of each; their tokens but the first, and their steps."""
-    sequences, tokens, steps = [], 0, 0
-    for prompt, options in calls:
-        responses = list(stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+    engine = Engine(model, tokenizer, drafter)
+    shared, sequences, tokens, steps = engine.share(), [], 0, 0
+    streams = [engine.stream(prompt, shared=shared, **options) for prompt, options in calls]
+    turns = zip(*zip_longest(*streams), strict=True)  # which all advance together
+    for (prompt, _), turn in zip(calls, turns, strict=True):
+        responses = [response for response in turn if response is not None]
         text = np.array([*prompt, *(response.token for response in responses)], np.int32)
         sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
         tokens += len(responses) - 1

@@ -16,7 +16,7 @@ from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, map_to_rows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import choose_slice, select_frequent_tokens
-from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
+from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, divergence
 from mlx_redrafter.training.teacher_cache import (
     Shard,
     TeacherCache,
@@ -74,17 +74,13 @@ def cache(tmp_path: Path) -> TeacherCache:
     return cache
 
 
-def _batches(order: BatchOrder, count: int) -> list[TrainingBatch]:
-    return [order.batch(step) for step in range(count)]
-
-
 def test_every_position_once_per_epoch_with_its_own_neighbours(cache, monkeypatch):
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
     order = BatchOrder(cache, "train", BatchOptions(L, 4, seed=1))
     assert sum(order.counts) == 3 + 7
     assert order.steps_per_epoch == 1 + 2
     seen: list[int] = []
-    for batch in _batches(order, order.steps_per_epoch):
+    for batch in map(order.batch, range(order.steps_per_epoch)):
         for row in range(4):
             weights = np.array(batch.weights[row])
             if not weights.any():
@@ -103,7 +99,7 @@ def test_a_share_of_the_positions_drafts_in_an_epoch(cache):
     assert order.steps_per_epoch == 2, "as without a share"
     for turn in range(2):
         seen: list[int] = []
-        for batch in (order.batch(6 * turn + step) for step in range(6)):
+        for batch in map(order.batch, range(6 * turn, 6 * turn + 6)):
             assert batch.states.shape[0] == 2
             used = np.array(batch.weights).any(axis=1)
             seen += np.array(batch.states[:, 0])[used].round().astype(int).tolist()
@@ -115,7 +111,7 @@ def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path):
     cache.save("train", 0, _shard([_sequence(100, [0] * 7 + [1] * 9), _sequence(116, [1] * 16)], 0))
     order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, share=3 / 16))
     drawn = set()
-    for batch in _batches(order, 8):
+    for batch in map(order.batch, range(8)):
         assert batch.states.shape[0] == 32
         for number in range(2):
             part = batch.part(number, 2)
@@ -130,7 +126,7 @@ def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path):
 
 def test_order_depends_on_seed_and_step_alone(cache):
     options = BatchOptions(L, 4, seed=1)
-    steps = _batches(BatchOrder(cache, "train", options), 6)
+    steps = list(map(BatchOrder(cache, "train", options).batch, range(6)))
     late = BatchOrder(cache, "train", options).batch(5)
     assert all(mx.array_equal(a, b).item() for a, b in zip(steps[5], late, strict=True))
     other = BatchOrder(cache, "train", options._replace(seed=2)).batch(0)

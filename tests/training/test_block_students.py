@@ -7,27 +7,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.along_text import read_blocks
-from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
 from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
+from tests.helpers.block import block_config, random_block
 from tests.training.conftest import check_drafts, curve_of, small_request
 from tests.training.pieces import Silent
 
-VOCAB, BLOCK = 12, 4
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": VOCAB, "num_hidden_layers": 2, "captured_layers": (1, 2), "block_size": BLOCK,
-    "first_slot": 0, "mask_token_id": VOCAB - 1,
+VOCAB = 12
+PLAIN = {
+    "block_size": 4, "captured_layers": (1, 2), "windows": (None, None), "causal": (False, False)
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,19 +36,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _network(**values: Any) -> BlockNetwork:
-    """Make a network whose weights are all random, sinks and kernels too."""
-    network = BlockNetwork(BlockConfig(**{**SIZES, **values}))
-    mx.random.seed(1)
-    network.update(
-        tree_map(lambda x: x + 0.3 * mx.random.normal(x.shape), network.trainable_parameters())
-    )
-    return network
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_along_a_text_are_those_of_decoding(target, layout):
-    network = _network(**LAYOUTS[layout])
+    network = random_block(block_config(VOCAB, 32, **{**PLAIN, **LAYOUTS[layout]}))
     rng = np.random.default_rng(0)
     states = mx.array(rng.normal(size=(9, 64)).astype(np.float32))
     roots = mx.array(rng.integers(0, VOCAB, 9).astype(np.int32))
@@ -83,7 +70,7 @@ def test_calibration_finds_the_factor_of_each_depth():
         logits = mx.random.normal((count, VOCAB), key=mx.random.key(depth))
         drawn = mx.random.categorical(factor * logits, key=mx.random.key(9 + depth))
         depths.append(Prediction(logits, drawn[:, None].astype(mx.int32), log_probs))
-    calibration, scales = fit_depths(_network(), [depths])
+    calibration, scales = fit_depths(random_block(block_config(VOCAB, 32)), [depths])
     assert scales == pytest.approx(factors, rel=0.2)
     assert min(scales) < calibration.inverse_temperature < max(scales)
 
@@ -117,12 +104,10 @@ def test_a_drafter_is_calibrated_and_its_trees_pay(earlier, cli):
 
 def test_an_earlier_drafter_is_trained_further(earlier, tmp_path):
     start = replace(earlier, out=tmp_path / "more")
-    network = NetworkOptions("dflash", start_from=str(earlier.out))
-    with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):
-        train_drafter(replace(start, network=network), Silent())
-    recurrent = NetworkOptions(start_from=str(earlier.out))
-    with pytest.raises(ConfigError, match="for --head redrafter, found one for --head dspark"):
-        train_drafter(replace(start, network=recurrent), Silent())
+    network = NetworkOptions(start_from=str(earlier.out))
+    for head in ("dflash", "redrafter"):
+        with pytest.raises(ConfigError, match=f"for --head {head}, found one for --head dspark"):
+            train_drafter(replace(start, network=replace(network, head=head)), Silent())
     training = replace(earlier.training, epochs=1)
     network = replace(network, head="dspark")
     more = replace(start, network=network, training=training)

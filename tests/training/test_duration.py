@@ -160,15 +160,7 @@ def test_the_memory_of_a_run_includes_the_caches_of_a_round():
 
 # The rehearsal
 
-
-REHEARSED = TrainingRequest(
-    "model", Path("none"), data=[Path("texts")], training=TrainingOptions(batch_tokens=64)
-)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_llama())
+REHEARSED = replace(REQUEST, data_options=DataOptions(), training=TrainingOptions(batch_tokens=64))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -189,7 +181,7 @@ def test_short_contexts_and_reduced_heads(target):
         data_options=DataOptions(sequence_length=16, temp=0.0),
     )
     student = new_student(target, request.network)
-    prompts = [[1], list(range(40))]
+    prompts = [[1], [2] * 40]
     assert rehearse(request, target, student, prompts, 0, lambda done, total: None).step > 0
 
 

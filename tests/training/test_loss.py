@@ -1,7 +1,5 @@
 """The loss and its gradient against literal sums in torch, and at its edges."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
 from mlx_redrafter.training_options import RECIPES, Recipe
+from tests.training.pieces import kept_of
 
 H, V, K, S, B = 4, 11, 3, 3, 5
 
@@ -25,8 +24,6 @@ def _batch() -> TrainingBatch:
     rng = np.random.default_rng(5)
     teacher = rng.normal(size=(B, S, V)) * 2
     teacher -= np.log(np.exp(teacher).sum(-1, keepdims=True))
-    ids = np.argsort(-teacher)[..., :K]
-    kept = np.take_along_axis(teacher, ids, -1)
     weights = (rng.random((B, S)) < 0.7).astype(np.float32)
     weights[0] = 1
     hidden = rng.normal(size=(B, H)).astype(np.float32)
@@ -39,9 +36,7 @@ def _batch() -> TrainingBatch:
         tokens=mx.array(tokens),
         labels=mx.array(tokens[:, 1:]),
         weights=mx.array(weights),
-        top_ids=mx.array(ids.astype(np.int32)),
-        top_log_probs=mx.array(kept.astype(np.float32)),
-        tail=mx.array((1 - np.exp(kept).sum(-1)).astype(np.float32)),
+        **kept_of(teacher, K),
     )
 
 
@@ -83,11 +78,11 @@ def test_agreement_is_how_often_both_sample_the_same():
     noise = rng.gumbel(size=(200_000, V))
     chosen, drafted = np.argmax(log_p + noise, axis=1), np.argmax(logits + noise, axis=1)
     everything = np.arange(V)
-    found = agreement(*_arrays(logits, everything, log_p), mx.array(0.0)).item()
+    found = agreement(*map(mx.array, (logits, everything, log_p)), mx.array(0.0)).item()
     assert found == pytest.approx(np.mean(chosen == drafted), abs=0.005)
     # Agreement on some tokens is counted, with the others as one event that never agrees.
     tail = mx.array(1 - np.exp(log_p[ids]).sum())
-    assert agreement(*_arrays(logits, ids, log_p[ids]), tail).item() == pytest.approx(
+    assert agreement(*map(mx.array, (logits, ids, log_p[ids])), tail).item() == pytest.approx(
         np.mean((chosen == drafted) & np.isin(chosen, ids)), abs=0.05
     )
 
@@ -116,13 +111,6 @@ def test_a_position_whose_kept_tokens_all_lack_rows_has_a_gradient(recipe):
     value, gradient = mx.value_and_grad(case.loss)(case.logits, batch)
     assert np.isfinite(value.item())
     assert mx.all(mx.isfinite(gradient)).item()
-
-
-def _arrays(*values: Any) -> list[mx.array]:
-    return [
-        mx.array(value.astype(np.int32 if value.dtype == np.int64 else np.float32))
-        for value in values
-    ]
 
 
 def test_an_estimate_of_the_confidence_is_best_at_the_overlap():

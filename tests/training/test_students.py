@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter import load_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.proposers.checkpoint import write_drafter
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
@@ -175,9 +174,8 @@ def test_what_a_head_cannot_have_is_refused():
             NetworkOptions(head, **options)
 
 
-def test_a_drafter_of_fewer_tokens_is_not_trained_on(tmp_path):
+def test_a_drafter_of_fewer_tokens_is_not_trained_on(target, tmp_path):
     """Its rows end before the target's token ids do."""
-    target = Target(tiny_llama(vocab_size=VOCAB))
     path, tokenizer = tmp_path / "drafter", wrapped_tokenizer(VOCAB - 1)
     write_drafter(random_drafter(VOCAB - 1, target.hidden_size), path)
     with pytest.raises(ConfigError, match=r"drafter of 12 token ids .* found one of 11"):
@@ -207,11 +205,10 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(stories, finished):
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
 
-def test_texts_with_nothing_to_draft_are_left_out():
-    target = Target(tiny_llama(vocab_size=16))
+def test_texts_with_nothing_to_draft_are_left_out(target):
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
-    student = RecurrentStudent(random_drafter(16, 32), target.modules.embed)
+    student = RecurrentStudent(random_drafter(VOCAB, 32), target.modules.embed)
     found = simulate(student, [shard], 5)
     assert (found.steps, found.tokens_per_step) == (0, None)
 
@@ -242,17 +239,15 @@ def test_heads_of_other_names_and_with_biases_are_found(model_type):
     np.testing.assert_allclose(np.array(states @ head.T), np.array(logits - bias), atol=1e-3)
 
 
-def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, seed: int) -> Drafter:
+def _drafter(target: Target, options: NetworkOptions, head: Any, seed: int = 0) -> Any:
     student = new_student(target, options)
     student.initialise(head, seed)
-    drafter: Drafter = student.network
-    return drafter
+    return student.network
 
 
-def test_a_wide_head_holds_the_targets_and_blocks_do_nothing():
-    target = Target(tiny_llama())
+def test_a_wide_head_holds_the_targets_and_blocks_do_nothing(target):
     head = compute_head_matrix(target)
-    drafter = _drafter(target, NetworkOptions(), head, seed=0)
+    drafter = _drafter(target, NetworkOptions(), head)
     assert drafter.config.exit_dim == 64
     assert not drafter.config.has_input_proj
     x = mx.random.normal((3, 64))
@@ -260,10 +255,9 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing():
     assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
 
 
-def test_a_narrow_head_is_the_nearest_of_its_rank():
-    target = Target(tiny_llama())
+def test_a_narrow_head_is_the_nearest_of_its_rank(target):
     head = compute_head_matrix(target)
-    drafter = _drafter(target, NetworkOptions(exit_dim=8), head, seed=0)
+    drafter = _drafter(target, NetworkOptions(exit_dim=8), head)
     assert drafter.config.has_input_proj
     weight = np.array(drafter.lm_head[-1].weight)
     full = np.array(head)
@@ -274,8 +268,8 @@ def test_a_narrow_head_is_the_nearest_of_its_rank():
     np.testing.assert_allclose(np.linalg.svd(weight)[1], values[:8], rtol=1e-3)
 
 
-def test_the_seed_decides():
-    target, options = Target(tiny_llama()), NetworkOptions(exit_dim=8)
+def test_the_seed_decides(target):
+    options = NetworkOptions(exit_dim=8)
     first, again, other = (_drafter(target, options, None, seed) for seed in (1, 1, 2))
     assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
     assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()

@@ -30,7 +30,7 @@ from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
-from tests.training.pieces import MODELS, Silent, WordTokenizer
+from tests.training.pieces import MODELS, Silent, WordTokenizer, kept_of
 
 STOP = 7
 
@@ -82,9 +82,8 @@ def test_every_text_has_its_own_temperature():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name, num_common):
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
-    monkeypatch.setattr(
-        "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
-    )  # prompts in several passes
+    # Prompts in several passes.
+    monkeypatch.setattr("mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20)
     target = Target(MODELS[name]())
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))
@@ -174,17 +173,13 @@ V, TEMP = 7, 0.8
 
 def _shard(log_probs: np.ndarray, tokens: np.ndarray, k: int) -> Shard:
     """Texts of which the target knew these log-probabilities, shape (n, V)."""
-    ids = np.argsort(-log_probs, axis=-1)[:, :k]
-    kept = np.take_along_axis(log_probs, ids, -1)
     n = len(tokens)
     return Shard(
         tokens=mx.array(tokens.astype(np.int32)),
         is_trained=mx.ones((n,), dtype=mx.bool_),
         starts=mx.array([0, n]),
         hidden=mx.zeros((n, 2), dtype=mx.float16),
-        top_ids=mx.array(ids.astype(np.int32)),
-        top_log_probs=mx.array(kept.astype(np.float32)),
-        tail=mx.array(np.maximum(0, 1 - np.exp(kept).sum(-1)).astype(np.float32)),
+        **kept_of(log_probs, k),
     )
 
 

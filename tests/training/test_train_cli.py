@@ -7,11 +7,13 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm
@@ -147,10 +149,9 @@ def test_minutes_are_for_the_whole_run(train, out):
     assert 3 < time.monotonic() - start < 120  # 9 on an idle machine
 
 
-def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, cli, monkeypatch):
+def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, cli):
     """The second one is interrupted while the target writes, long before the first step."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_training)
+    with _interrupting("training"):
         result = train("--answer-tokens", 24, "--epochs", 400)
     assert result.code == 130
     assert f"continue with: redrafter-mlx train --out {out} --resume" in result.err
@@ -160,8 +161,7 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
     for form in (["other"], ["--model", "other"]):
         assert "was begun with model " in _refusal(cli("train", *form, "--out", out, "--resume"))
     second = ("--out", out.with_name("second"))
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation, "build_corpus", Mock(side_effect=KeyboardInterrupt))
+    with patch.object(preparation, "build_corpus", side_effect=KeyboardInterrupt):
         assert train(*second, "--answer-tokens", 24, "--epochs", 1).code == 130
     begun = (second[1] / "run.json").read_bytes()
     again = _refusal(train(*second, "--answer-tokens", 32))
@@ -173,8 +173,7 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
 
 def test_commands_to_copy_name_all_that_they_need(train, tmp_path):
     out = tmp_path / "my drafter"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+    with _interrupting("reading text"):
         stopped = train("--out", out, "--answer-tokens", 24)
     assert stopped.code == 130
     command = stopped.err.splitlines()[-1].partition("continue with: ")[2]
@@ -187,53 +186,47 @@ def test_commands_to_copy_name_all_that_they_need(train, tmp_path):
     assert words[7:] == ["--drafter", str(out)]
 
 
-def test_two_runs_do_not_share_a_folder(train, out):
-    with locking(out):
-        assert f"another run trains in {out}; wait for its end" in _refusal(train())
-
-
 def test_a_run_is_continued_from_another_working_folder(train, out, cli, model, monkeypatch):
     assert train is not None, "it has written the texts"
     monkeypatch.chdir(out.parent)
     texts = ("--data", "texts.jsonl", "--cache", "outputs", "--answer-tokens", 24)
-    with monkeypatch.context() as patch:
-        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+    with _interrupting("reading text"):
         assert cli("train", "--out", out, "--model", model, *texts).code == 130
     monkeypatch.chdir(out)
     assert cli("train", "--out", out, "--resume", "--dry-run").code == 0
     assert json.loads((out / "run.json").read_text())["cache"] == str(out.parent / "outputs")
 
 
+EDITED = r"expected a .*text.* as {} in .*; correct it, or choose"
+UNKNOWN = "run.json, found {}; finish the run with the version"
+
+
 @pytest.mark.parametrize(
-    ("record", "found"),
+    ("record", "message"),
     [
-        ('{"fused": true, "epochs": 3}', "fused"),  # of another version
-        ('{"trust_remote_code": true, "model": "any/model"}', "trust_remote_code"),
+        ({"fused": True, "epochs": 3}, UNKNOWN.format("fused")),  # of another version
+        # A record cannot say that a model's own code is run, either.
+        ({"trust_remote_code": True}, UNKNOWN.format("trust_remote_code")),
+        ({"data": "texts"}, EDITED.format("data")),
+        ({"prompts": [3]}, EDITED.format("prompts")),
+        ({"model": 4}, EDITED.format("model")),
     ],
 )
-def test_unknown_options_of_a_record_are_named(tmp_path, cli, record, found):
-    """A record cannot say that a model's own code is run, either."""
-    (tmp_path / "run.json").write_text(record)
-    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
-    assert f"run.json, found {found}; finish the run with the version" in refusal
+def test_what_a_record_cannot_have_is_named(tmp_path, cli, record, message):
+    (tmp_path / "run.json").write_text(json.dumps({"model": "any/model", **record}))
+    assert re.search(message, _refusal(cli("train", "--out", tmp_path, "--resume")))
 
 
-@pytest.mark.parametrize("damage", [{"data": "texts"}, {"prompts": [3]}, {"model": 4}])
-def test_a_record_that_was_edited_is_named(tmp_path, cli, damage):
-    (tmp_path / "run.json").write_text(json.dumps({"model": "any/model", **damage}))
-    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
-    assert re.search(rf"expected a .*text.* as {min(damage)} in .*; correct it, or choose", refusal)
+@contextmanager
+def _interrupting(stage: str) -> Iterator[None]:
+    """Raise what Ctrl-C raises in a stage; in the background a suite ignores Ctrl-C."""
 
+    def progress(reporter: ConsoleReporter, now: str, done: int, total: int | None) -> None:
+        if now == stage and done:
+            raise KeyboardInterrupt
 
-def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
-    """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
-    if stage == "training" and done:
-        raise KeyboardInterrupt
-
-
-def _interrupt_reading(reporter: ConsoleReporter, stage: str, *_: object) -> None:
-    if stage == "reading text":
-        raise KeyboardInterrupt
+    with patch.object(ConsoleReporter, "progress", progress):
+        yield
 
 
 def _refusal(result: Result) -> str:
@@ -272,6 +265,8 @@ def test_refusals_are_one_line(train, out, cli, finished, model):
         assert message in _refusal(train(*arguments))
     no_target = cli("train", "--out", out, "--data", out.with_name("texts.jsonl"))
     assert "expected a model, found none" in _refusal(no_target)
+    with locking(out):
+        assert f"another run trains in {out}; wait for its end" in _refusal(train())
     assert not (out / "model.safetensors").exists()
 
 
@@ -291,22 +286,15 @@ def test_a_reduced_head_drafts_all_tokens(train, out, cli, model):
     check_drafts(cli, model, out, "Once", "--max-tokens", 40)
 
 
-def test_prompts_are_answered_by_the_target(out, cli, model):
-    prompts = out.with_name("prompts.txt")
-    prompts.write_text("One day\nThe dog\nTom and Sue\nIn the park\n")
-    options = ("--answer-tokens", 16, "--epochs", 1, "--recipe", "coupled")
-    result = cli("train", "--model", model, "--prompts", prompts, "--out", out, *options)
-    assert result.code == 0
-    assert "0 given, 96 self-generated by the target" in (out / "README.md").read_text()
-    assert "the same Gumbel noise" in (out / "README.md").read_text()
-
-
-def test_prompts_that_are_too_few_are_said(out, cli, model):
+def test_prompts_are_answered_by_the_target_and_too_few_are_said(out, cli, model):
     prompts = out.with_name("prompts.txt")
     prompts.write_text("One day\nThe dog\n")
-    options = ("--answer-tokens", 8, "--epochs", 1, "--tokens", 500)
+    options = ("--answer-tokens", 8, "--epochs", 1, "--tokens", 500, "--recipe", "coupled")
     result = cli("train", "--model", model, "--prompts", prompts, "--out", out, *options)
     assert "128 tokens for training, not 500, as prompts and texts are few (1)" in result.err
+    card = (out / "README.md").read_text()
+    assert "0 given, 128 self-generated by the target" in card
+    assert "the same Gumbel noise" in card
 
 
 def test_going_on_from_an_earlier_drafter(train, out, finished):
@@ -362,18 +350,14 @@ def test_from_training_to_drafted_text(model_type, epochs, least, tmp_path, cli)
     save_target(model_type, target)
     file.write_text("\n".join(PROMPTS))
     network = NetworkOptions(exit_dim=64, layers=1)
-    data = DataOptions(answer_tokens=4 * WINDOW, temp=0)
+    data = DataOptions(answer_tokens=4 * WINDOW, sequence_length=8 * WINDOW, temp=0)
     training = TrainingOptions(epochs=epochs, batch_tokens=64, num_evaluations=1)
     options: Any = {"data_options": data, "network": network, "training": training}
     request = TrainingRequest(str(target), out, prompts=[file], **options)
     assert train_drafter(request, Silent()) is not None
-    pair = ("--model", target, "--drafter", out, "--prompt", PROMPTS[0])
-    result = cli("generate", *pair, "--max-tokens", 40, "--json", "--beam-width", 2)
-    assert result.code == 0, result.err
-    found = json.loads(result.out)
+    found = check_drafts(cli, target, out, PROMPTS[0], "--max-tokens", 40)
     model, tokenizer, *_ = mlx_lm.load(str(target))
     prompt = tokenizer.encode(PROMPTS[0])
     assert len(prompt) > WINDOW
     assert found["tokens"] == ids(stock_tokens(model, prompt, 40))
     assert found["tokens_per_step"] >= least
-    assert cli("check", *pair, "--max-tokens", 12).code == 0

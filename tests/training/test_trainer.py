@@ -1,14 +1,13 @@
 """The training loop: the same end however it is interrupted, and what it refuses."""
 
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import DataOptions, NetworkOptions, TrainingOptions, train_drafter
 from mlx_redrafter.training import trainer as trainer_module
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.files import load_arrays, save_arrays
@@ -30,10 +30,10 @@ from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training_options import RECIPES, Head, NetworkOptions, Recipe, TrainingOptions
+from mlx_redrafter.training_options import RECIPES, Head, Recipe
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import ROOT, shared_model, tiny_llama
-from tests.training.pieces import random_texts
+from tests.helpers.models import shared_model, tiny_llama
+from tests.training.pieces import Silent, random_texts
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
 
@@ -93,6 +93,12 @@ def _assert_close(first: Student, second: Student, atol: float) -> None:
         np.testing.assert_allclose(np.array(a), np.array(b), atol=atol, err_msg=str(name))
 
 
+def _assert_same_state(*folders: Path) -> None:
+    first, second = (load_arrays(folder / STATE_FOLDER / STATE_FILE)[0] for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(mx.array_equal(first[name], second[name]).item() for name in first)
+
+
 @pytest.mark.parametrize(
     ("recipe", "head"),
     [*((recipe, "redrafter") for recipe in RECIPES), ("coupled", "medusa"), ("soft", "eagle")],
@@ -116,10 +122,7 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(setup, tmp_path, hea
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert_same_weights(trainer.run(_ignore, _ignore).network, expected.network)
-    states = [tmp_path / name / STATE_FOLDER / STATE_FILE for name in ("whole", "parts")]
-    first, second = (load_arrays(path)[0] for path in states)
-    assert first.keys() == second.keys()
-    assert all(mx.array_equal(first[name], second[name]).item() for name in first)
+    _assert_same_state(tmp_path / "whole", tmp_path / "parts")
     rates = [
         [(p.step, p.loss, p.tokens_per_step) for p in t.progress.curve][1:]
         for t in (whole, trainer)
@@ -202,70 +205,45 @@ def test_patience_ends_a_run_that_does_not_improve(setup, tmp_path):
 
 # A run that is killed again and again ends in the same files as one that is not
 
-SCRIPT = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from mlx_redrafter.training import *
-from tests.training.pieces import Silent
-
-model, text, out = sys.argv[1:]
-sizes = NetworkOptions(exit_dim=64, layers=1)
-data = DataOptions(tokens=800, answer_tokens=32, held_out=4)
-more = {"num_evaluations": 3, "patience": 99, "checkpoint_seconds": 0}
-training = TrainingOptions(epochs=2, batch_tokens=64, **more)
-request = TrainingRequest(model, Path(out), [Path(text)], resume=True, network=sizes)
-train_drafter(replace(request, data_options=data, training=training), Silent())
-"""
 TIMEOUT = 250
 
 
-def _start(text: Path, out: Path) -> subprocess.Popen[bytes]:
-    paths = map(str, (shared_model("stories260k"), text, out))
-    arguments = [sys.executable, "-c", SCRIPT, *paths]
-    return subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+def _train(text: Path, out: Path) -> None:
+    more: Any = {"num_evaluations": 3, "patience": 99, "checkpoint_seconds": 0}
+    options: Any = {
+        "network": NetworkOptions(exit_dim=64, layers=1),
+        "data_options": DataOptions(tokens=800, answer_tokens=32, held_out=4),
+        "training": TrainingOptions(epochs=2, batch_tokens=64, **more),
+    }
+    model = str(shared_model("stories260k"))
+    train_drafter(TrainingRequest(model, out, data=[text], resume=True, **options), Silent())
 
 
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + TIMEOUT
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill -9; whether it was still running."""
-    process.send_signal(signal.SIGKILL)
-    return process.wait() == -signal.SIGKILL
-
-
-def _changes(path: Path) -> Callable[[], bool]:
-    """Make a condition that holds once the file is written again."""
-    before = path.stat().st_mtime_ns if path.exists() else None
-    return lambda: path.exists() and path.stat().st_mtime_ns != before
+def _start(*paths: Path) -> SpawnProcess:
+    process = get_context("spawn").Process(target=_train, args=paths, daemon=True)
+    process.start()
+    return process
 
 
 @pytest.mark.timeout(600)
 def test_killed_at_random_moments_and_resumed(stories_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     undisturbed = _start(stories_file, whole)
-    state = parts / "state" / STATE_FILE
     rng = random.Random(4)
-    kills = 0
     # While the target writes, and while the drafter learns.
-    for path in (parts / "cache" / "train-00001.safetensors", state):
+    for path in (parts / "cache" / "train-00001.safetensors", parts / STATE_FOLDER / STATE_FILE):
         process = _start(stories_file, parts)
-        _wait_for(_changes(path), process)
+        while not path.exists():
+            assert process.is_alive()
+            time.sleep(0.002)
         time.sleep(rng.random() * 0.3)
-        kills += _kill(process)
-    assert kills == 2
-    last = _start(stories_file, parts)
-    assert last.wait(TIMEOUT) == 0
-    assert undisturbed.wait(TIMEOUT) == 0
-
-    first, second = (load_arrays(f / "state" / STATE_FILE)[0] for f in (whole, parts))
-    assert first.keys() == second.keys()
-    assert all(mx.array_equal(first[name], second[name]).item() for name in first)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    for process in (_start(stories_file, parts), undisturbed):
+        process.join(TIMEOUT)
+        assert process.exitcode == 0
+    _assert_same_state(whole, parts)
     for name in ("model.safetensors", "config.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     assert not list(parts.rglob(".*"))
