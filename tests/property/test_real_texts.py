@@ -46,10 +46,14 @@ def real_folder(model: RealModel) -> Path:
     return folder
 
 
-def real_pair(model: RealModel) -> tuple[Any, Any]:
-    """Load a published model and its tokenizer; skips the test likewise."""
-    target, tokenizer, _ = load(real_folder(model), drafter="lookup")
-    return target, tokenizer
+@pytest.fixture(scope="module")
+def smollm2():
+    return load(real_folder(SMOLLM2), drafter="lookup")[:2]
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return load(real_folder(GEMMA), drafter="lookup")[:2]
 
 
 def _questions(tokenizer: Any, count: int) -> list[EncodedPrompt]:
@@ -66,9 +70,9 @@ def _long_prompt(tokenizer: Any, length: int) -> list[int]:
     return prompt.ids
 
 
-def test_texts_are_those_of_mlx_lm():
+def test_texts_are_those_of_mlx_lm(smollm2):
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
-    model, tokenizer = real_pair(SMOLLM2)
+    model, tokenizer = smollm2
     settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
     drafters, plans = {"lookup": Lookup()}, [DraftPlan.of(1, 5, 5)]
     recording = Recording(None, "exact", {})
@@ -93,8 +97,8 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone():
     assert tokens / steps > 1.3
 
 
-def test_trees_of_drafts_leave_the_text_alone():
-    model, tokenizer = real_pair(SMOLLM2)
+def test_trees_of_drafts_leave_the_text_alone(smollm2):
+    model, tokenizer = smollm2
     prompts = [one.ids for one in _questions(tokenizer, 2)]
     texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
     for prompt, text in zip(prompts, texts, strict=True):
@@ -108,8 +112,8 @@ def test_trees_of_drafts_leave_the_text_alone():
 
 
 @pytest.mark.parametrize(("length", "is_tree"), [(500, True), (700, False)])
-def test_texts_cross_the_windows_of_gemma(length, is_tree):
-    model, tokenizer = real_pair(GEMMA)
+def test_texts_cross_the_windows_of_gemma(gemma, length, is_tree):
+    model, tokenizer = gemma
     prompt = _long_prompt(tokenizer, length)
     text = stock_tokens(model, prompt, 24)
     drafter = Scripted(ids(text), 262144, accuracy=0.8) if is_tree else "lookup"
@@ -117,8 +121,8 @@ def test_texts_cross_the_windows_of_gemma(length, is_tree):
     assert_same_tokens(text, tokens(model, prompt, drafter, tokenizer=tokenizer, **shape))
 
 
-def test_the_server_writes_the_text_of_mlx_lm():
-    model, tokenizer = real_pair(SMOLLM2)
+def test_the_server_writes_the_text_of_mlx_lm(smollm2):
+    model, tokenizer = smollm2
     (prompt,) = _questions(tokenizer, 1)
     text = mlx_lm.generate(model, tokenizer, prompt.ids, max_tokens=8)
     body = {"messages": [{"role": "user", "content": prompt.text}], "max_tokens": 8}
