@@ -150,6 +150,7 @@ def draw_weights(network: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.float32
     """Give all parameters of a drafter normal values, but the token ids of its rows."""
     keys = mx.random.split(mx.random.key(seed), 64)
     weights = named_parameters(network)
+    assert len(weights) <= len(keys)
     for (name, leaf), key in zip(weights.items(), keys, strict=False):
         if name != "token_ids":
             drawn = mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)

@@ -87,7 +87,7 @@ def random_shard(target: Target, student: Student, lengths: Sequence[int], kept:
 
 
 def kept_of(log_probs: np.ndarray, k: int) -> dict[str, mx.array]:
-    """What a teacher keeps of log-probabilities: the ``k`` best of each row, and the rest."""
+    """Keep the ``k`` best log-probabilities of each row, and the rest, as a teacher does."""
     ids = np.argsort(-log_probs, axis=-1, kind="stable")[..., :k]
     kept = np.take_along_axis(log_probs, ids, -1)
     tail = np.maximum(0, 1 - np.exp(kept).sum(-1))
