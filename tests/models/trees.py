@@ -180,11 +180,12 @@ class DraftsOnDevice:
         depths = mx.arange(1, DRAFT_LENGTH + 1)
         # The root stands at this position, the drafts after it.
         root = flight.length + flight.num_accepted + 1
-        drafts = self.text[root + depths] + (depths > num_right)
+        drafts = self.text[mx.minimum(root + depths, self.text.size - 1)] + (depths > num_right)
+        vocab_size = flight.results.log_probs.shape[-1]  # MLX reads any memory for a token beyond
         if self.is_chain:
-            tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
+            tokens = mx.concatenate([flight.root, drafts % vocab_size])
             return TokenTree.chain(tokens)
-        siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
+        siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % vocab_size
         parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * DRAFT_LENGTH + 1))]
         tokens = mx.concatenate([flight.root, siblings])
         return replace(TokenTree.of([0] * len(parents), parents), tokens=tokens)
