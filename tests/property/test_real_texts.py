@@ -26,7 +26,7 @@ from tests.server.serving import serving
 pytestmark = pytest.mark.timeout(900)  # a test may be the first to ask for a model
 # Maximum number of tokens of a question.
 SHORT = 60
-TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 24}
+TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 16}
 
 
 @cache
@@ -73,7 +73,7 @@ def _long_prompt(tokenizer: Any, length: int) -> list[int]:
 def test_texts_are_those_of_mlx_lm(smollm2):
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
     model, tokenizer = smollm2
-    settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
+    settings = CommonSettings(model, tokenizer, cast("Any", None), 9)
     drafters, plans = {"lookup": Lookup()}, [DraftPlan.of(1, 5, 5)]
     recording = Recording(None, "exact", {})
     found = decode_texts(settings, drafters, plans, _questions(tokenizer, 2), 4, recording)
@@ -89,8 +89,8 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone():
     assert isinstance(drafter, Drafter)
     steps = tokens = 0
     for question in _questions(tokenizer, 2):
-        text = stock_tokens(model, question.ids, 40)  # it does not stop at the answer's end
-        options: Any = {"drafter": drafter, "max_tokens": 40, "beam_width": 1}
+        text = stock_tokens(model, question.ids, 28)  # it does not stop at the answer's end
+        options: Any = {"drafter": drafter, "max_tokens": 28, "beam_width": 1}
         found = list(stream_generate(model, tokenizer, question.ids, **options))
         assert_same_tokens(text[: len(found)], [one.token for one in found], question.ids)
         tokens, steps = tokens + len(found), steps + len(found) / found[-1].tokens_per_step
@@ -100,24 +100,24 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone():
 def test_trees_of_drafts_leave_the_text_alone(smollm2):
     model, tokenizer = smollm2
     prompts = [one.ids for one in _questions(tokenizer, 2)]
-    texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
+    texts = [stock_tokens(model, prompt, 16) for prompt in prompts]
     for prompt, text in zip(prompts, texts, strict=True):
         drafter = Scripted(ids(text), 49152, accuracy=0.8)
         found = tokens(model, prompt, drafter, tokenizer=tokenizer, **TREE)
         assert_same_tokens(text, found, prompt)
     sampled: dict[str, Any] = {"temp": 0.8, "seed": 3, "tokenizer": tokenizer}
-    plain = tokens(model, prompts[0], max_tokens=24, **sampled)
+    plain = tokens(model, prompts[0], max_tokens=16, **sampled)
     drafter = Scripted(plain, 49152, accuracy=0.8)
     assert tokens(model, prompts[0], drafter, **sampled, **TREE) == plain
 
 
-@pytest.mark.parametrize(("length", "is_tree"), [(500, True), (700, False)])
+@pytest.mark.parametrize(("length", "is_tree"), [(502, True), (700, False)])
 def test_texts_cross_the_windows_of_gemma(gemma, length, is_tree):
     model, tokenizer = gemma
     prompt = _long_prompt(tokenizer, length)
-    text = stock_tokens(model, prompt, 24)
+    text = stock_tokens(model, prompt, 16)
     drafter = Scripted(ids(text), 262144, accuracy=0.8) if is_tree else "lookup"
-    shape = TREE if is_tree else {"max_tokens": 24}
+    shape = TREE if is_tree else {"max_tokens": 16}
     assert_same_tokens(text, tokens(model, prompt, drafter, tokenizer=tokenizer, **shape))
 
 
