@@ -50,6 +50,6 @@ class ForeignMedusa(ForeignDrafter):
         )
         accuracies = rank_accuracies(copied, found.texts)
         tree = self.options.tree or copied.config.tree
-        config = replace(copied.config, rank_accuracies=accuracies, tree=tree)
-        network.config = calibrate(copied, found.texts).applied(config)
+        config = calibrate(copied, found.texts)
+        network.config = replace(config, rank_accuracies=accuracies, tree=tree)
         return found._replace(network=network)

@@ -94,8 +94,7 @@ class ForeignRecurrent(ForeignDrafter):
         found = choose_reading(
             readings, target, tokenizer, lambda one, _, text: predict(one, embed, text)[0]
         )
-        fitted = calibrate(found.network, embed, found.texts)
-        network.config = fitted.applied(found.network.config)
+        network.config = calibrate(found.network, embed, found.texts)
         return found._replace(network=network)
 
     def _infer_config(self) -> DrafterConfig:
