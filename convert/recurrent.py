@@ -24,7 +24,6 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
@@ -61,6 +60,7 @@ class ForeignRecurrent(ForeignDrafter):
     noun = "a recurrent drafter"
     linked = "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)"
     takes = ("rnn_activation", "vocab_slice")
+    network = Drafter
     config: DrafterConfig
 
     def __init__(self, source: Source, options: ConversionOptions):
@@ -73,13 +73,6 @@ class ForeignRecurrent(ForeignDrafter):
                 "drafters of the speculators fork are trained for one step without recurrence and "
                 "on other labels than Apple's; expect the target to accept few drafts"
             )
-
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Drafter:
-        weights = self.source.read(self.names)
-        fit_head(self, weights, target, tokenizer)
-        drafter = Drafter(self.config)
-        drafter.load_weights(list(weights.items()))
-        return drafter
 
     def test(
         self, network: Drafter, target: Target, tokenizer: TokenizerWrapper
