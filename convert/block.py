@@ -47,9 +47,8 @@ class ForeignBlock(ForeignDrafter):
         self, network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper
     ) -> Reading[BlockNetwork]:
         found = try_readings(network, target, tokenizer)
-        network.become(found.network.config)
-        network.config = calibrate(network, target, found.texts)
-        return found._replace(network=network)
+        found.network.config = calibrate(found.network, target, found.texts)
+        return found
 
 
 def try_readings(
