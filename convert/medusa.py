@@ -24,22 +24,17 @@ class ForeignMedusa(ForeignDrafter):
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
-        found = read_heads(source.config, source.shapes)
-        self.config, self.name_set, self.names = found.config, found.name_set, found.sources
+        self.config, self.name_set, self.names, self.notes = read_heads(
+            source.config, source.shapes
+        )
         self.check()
-        self.notes += found.notes
         self.kind = self.describe(self.noun, f" with {self.name_set} names")
-
-    def build(self) -> Medusa:
-        tree, has_target = self.options.tree, self.options.target is not None
-        if tree == "static" and not has_target and self.config.rank_accuracies is None:
-            raise ConfigError(
-                "a static tree needs --target, to measure how often each rank is accepted"
-            )
-        heads: Medusa = super().build()
-        if tree is not None and not has_target:
-            heads.config = replace(heads.config, tree=tree)
-        return heads
+        if options.tree is not None and options.target is None:
+            if options.tree == "static" and self.config.rank_accuracies is None:
+                raise ConfigError(
+                    "a static tree needs --target, to measure how often each rank is accepted"
+                )
+            self.config = replace(self.config, tree=options.tree)
 
     def test(self, network: Medusa, target: Target, tokenizer: TokenizerWrapper) -> Reading[Medusa]:
         copied = dequantised(network)
