@@ -77,8 +77,8 @@ class ForeignDrafter:
         return give_weights(network, self.read(), self.source.name, self.names)
 
     def read(self) -> dict[str, mx.array]:
-        """Read the stored weights, in the form that the network has."""
-        return self.source.read(self.names)
+        """Read the stored weights, in the form that the network has; their sizes are checked."""
+        return {own: self.source.tensors[name].read() for own, name in self.names.items()}
 
     def test(self, network: Any, target: Target, tokenizer: TokenizerWrapper) -> Reading[Any]:
         """Choose the reading of the config that the target accepts most, and calibrate with it.
