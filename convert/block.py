@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -20,37 +21,34 @@ from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.published import packaging_of, read_published, resolve_stored
-from mlx_redrafter.proposers.checkpoint import give_weights
-from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
 
 
 class ForeignBlock(ForeignDrafter):
     noun = "a block drafter"
     linked = "A block drafter"
+    network = BlockNetwork
     config: BlockConfig
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
         self.config, self.names = read_published(source.config, source.shapes)
-        self.check(build(BlockNetwork, self.config))
+        self.check()
         self.name_set = self.config.name
         self.kind = f"a {self.config.name} drafter, {packaging_of(source.config)}"
 
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> BlockNetwork:
+    def read(self) -> dict[str, mx.array]:
         check_masks(self.source.folder)
-        weights = self.source.read(self.names)
+        weights = super().read()
         resolve_stored(weights, self.source.config)
-        network = build(BlockNetwork, self.config)
-        return give_weights(network, weights, self.source.name, self.names)
+        return weights
 
     def test(
         self, network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper
     ) -> Reading[BlockNetwork]:
         found = try_readings(network, target, tokenizer)
-        network.become(found.network.config)
-        network.config = calibrate(network, target, found.texts)
-        return found._replace(network=network)
+        found.network.config = calibrate(found.network, target, found.texts)
+        return found
 
 
 def try_readings(

@@ -16,8 +16,9 @@ from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_output, publish
 from mlx_redrafter.convert.recognition import recognise
 from mlx_redrafter.convert.selftest import Reading
+from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.checkpoint import check_finite, check_token_ids, write_drafter
+from mlx_redrafter.proposers.checkpoint import check_finite, write_drafter
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.quantization import (
     check_quantization,
@@ -68,7 +69,9 @@ def convert_drafter(
     if options.target is not None:
         model, tokenizer, _ = load(options.target)
         target = Target(model)
-    network = drafter.build(target, tokenizer)
+    network = drafter.build()
+    if target is not None and tokenizer is not None and "vocab_slice" in drafter.takes:
+        fit_head(network, drafter, target, tokenizer)
     _finish(network, drafter)
     if target is not None and tokenizer is not None:
         network.check_fit(target, tokenizer)
@@ -84,7 +87,6 @@ def _finish(network: DraftNetwork, drafter: ForeignDrafter) -> None:
             "expected a drafter that is not quantised, found one that is; convert the published one"
         )
     name, options = drafter.source.name, drafter.options
-    check_token_ids(network, name)
     dtype: mx.Dtype = getattr(mx, options.dtype or DTYPES[0])
     for own, tensor in named_parameters(network).items():
         if drafter.is_cast(own) and mx.issubdtype(tensor.dtype, mx.floating):

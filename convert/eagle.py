@@ -18,7 +18,7 @@ from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, resolve_offsets
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import read_published, rope_of
@@ -31,24 +31,18 @@ class ForeignEagle(ForeignDrafter):
     noun = "an EAGLE head"
     linked = "An [EAGLE](https://arxiv.org/abs/2503.01840) head"
     name_set = "eagle"
+    network = Eagle
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
         self.config, self.names = read_published(source.config, source.shapes)
-        self._eagle = build(Eagle, self.config)
-        self.check(self._eagle, "use a head that is not quantised")
+        self.check("use a head that is not quantised")
         if left_out := sorted(source.tensors.keys() - self.names.values()):
             self.notes.append(f"not needed, left out: {join_shortened(map(quote, left_out))}")
         names = "speculators'" if "speculators_model_type" in source.config else "SafeAILab's"
         if source.config.get("model_type") == MODEL_TYPE:
             names = "this package's"
         self.kind = self.describe(f"{self.config.name} head", f", with {names} names")
-
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Eagle:
-        weights = self.source.read(self.names)
-        resolve_offsets(weights, self.names)
-        self._eagle.load_weights(list(weights.items()))
-        return self._eagle
 
     def test(self, network: Eagle, target: Target, tokenizer: TokenizerWrapper) -> Reading[Eagle]:
         assert self.options.target is not None

@@ -1,9 +1,9 @@
 """The interface that conversion needs from every kind of drafter."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.identity import targets_in_config
@@ -12,15 +12,15 @@ from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import ConfigError, quote
-from mlx_redrafter.proposers.checkpoint import check_shapes
-from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.checkpoint import check_shapes, give_weights
+from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
 
 # Options that only some kinds have.
 SPECIAL = ("rnn_activation", "vocab_slice", "tree")
 
 
-class ForeignDrafter(ABC):
+class ForeignDrafter:
     """A drafter in a checkpoint whose headers have been read.
 
     Creating one raises `CheckpointError` if the checkpoint cannot be converted, and `ConfigError`
@@ -30,6 +30,7 @@ class ForeignDrafter(ABC):
         noun: Name of the kind, with its article; ``linked`` begins a card, with a link to the
             paper.
         takes: Those of `SPECIAL` that the kind has.
+        network: Class of its networks.
         kind: Description of the checkpoint.
         name_set: Naming convention of its tensors; ``names`` are theirs, by the network's.
         target: Name of the target if the checkpoint gives one.
@@ -40,6 +41,7 @@ class ForeignDrafter(ABC):
     noun: str
     linked: str
     takes: tuple[str, ...] = ()
+    network: type[Any]
     kind: str
     name_set: str
     names: Mapping[str, str]
@@ -56,10 +58,10 @@ class ForeignDrafter(ABC):
         self.warnings: list[str] = []
         self.is_cast: Callable[[str], bool] = lambda own: True
 
-    def check(self, network: DraftNetwork, *remedy: str) -> None:
-        """Raise `CheckpointError` unless a network can have the stored tensors as its weights."""
+    def check(self, *remedy: str) -> None:
+        """Raise `CheckpointError` unless its network can have the stored tensors as its weights."""
         shapes = {own: self.source.tensors[name].shape for own, name in self.names.items()}
-        check_shapes(network, shapes, self.source.name, self.names)
+        check_shapes(build(self.network, self.config), shapes, self.source.name, self.names)
         self.source.check_dtypes(self.names, *remedy)
 
     def describe(self, noun: str, layout: str) -> str:
@@ -69,12 +71,14 @@ class ForeignDrafter(ABC):
         text = noun + (", written by this converter" if PROVENANCE_KEY in config else layout)
         return f"{text}, for {quote(target)}" if target else text
 
-    @abstractmethod
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> DraftNetwork:
-        """Make the network with the stored weights, in their dtype.
+    def build(self) -> Any:
+        """Make the network with the stored weights, in their dtype."""
+        network = build(self.network, self.config)
+        return give_weights(network, self.read(), self.source.name, self.names)
 
-        Target and tokenizer are those that the options name, if any.
-        """
+    def read(self) -> dict[str, mx.array]:
+        """Read the stored weights, in the form that the network has; their sizes are checked."""
+        return {own: self.source.tensors[name].read() for own, name in self.names.items()}
 
     def test(self, network: Any, target: Target, tokenizer: TokenizerWrapper) -> Reading[Any]:
         """Choose the reading of the config that the target accepts most, and calibrate with it.

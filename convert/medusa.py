@@ -8,7 +8,6 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
@@ -20,28 +19,22 @@ class ForeignMedusa(ForeignDrafter):
     noun = "Medusa heads"
     linked = "[Medusa](https://arxiv.org/abs/2401.10774) heads"
     takes = ("vocab_slice", "tree")
+    network = Medusa
     config: MedusaConfig
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
-        found = read_heads(source.config, source.shapes)
-        self.config, self.name_set, self.names = found.config, found.name_set, found.sources
-        self.check(Medusa(self.config))
-        self.notes += found.notes
+        self.config, self.name_set, self.names, self.notes = read_heads(
+            source.config, source.shapes
+        )
+        self.check()
         self.kind = self.describe(self.noun, f" with {self.name_set} names")
-
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Medusa:
-        if self.options.tree == "static" and target is None and self.config.rank_accuracies is None:
-            raise ConfigError(
-                "a static tree needs --target, to measure how often each rank is accepted"
-            )
-        weights = self.source.read(self.names)
-        fit_head(self, weights, target, tokenizer)
-        heads = Medusa(self.config)
-        heads.load_weights(list(weights.items()))
-        if self.options.tree is not None and target is None:
-            heads.config = replace(heads.config, tree=self.options.tree)
-        return heads
+        if options.tree is not None and options.target is None:
+            if options.tree == "static" and self.config.rank_accuracies is None:
+                raise ConfigError(
+                    "a static tree needs --target, to measure how often each rank is accepted"
+                )
+            self.config = replace(self.config, tree=options.tree)
 
     def test(self, network: Medusa, target: Target, tokenizer: TokenizerWrapper) -> Reading[Medusa]:
         copied = dequantised(network)
@@ -50,6 +43,6 @@ class ForeignMedusa(ForeignDrafter):
         )
         accuracies = rank_accuracies(copied, found.texts)
         tree = self.options.tree or copied.config.tree
-        config = replace(copied.config, rank_accuracies=accuracies, tree=tree)
-        network.config = calibrate(copied, found.texts).applied(config)
+        config = calibrate(copied, found.texts)
+        network.config = replace(config, rank_accuracies=accuracies, tree=tree)
         return found._replace(network=network)

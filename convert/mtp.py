@@ -4,15 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlx_redrafter.checkpoint_files import (
-    CONFIG_FILE,
-    find_checkpoint,
-    named_parameters,
-    read_config,
-    shared_name,
-)
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, find_checkpoint, read_config, shared_name
 from mlx_redrafter.checkpoints.identity import REPOSITORY
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -28,11 +20,9 @@ from mlx_redrafter.proposers.mtp.families import (
     model_of_layers,
     model_type_of,
     prefix_of,
-    published_name,
 )
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
-from mlx_redrafter.target.target import Target
 
 # A model's name in a conversion, which goes to the new card: a repository's, or that of a folder.
 NAME = re.compile(rf"[\w-][\w.-]*|{REPOSITORY.pattern}")
@@ -63,9 +53,9 @@ class ForeignMtp(ForeignDrafter):
     name_set = "MTP"
 
     def __init__(self, source: Source, options: ConversionOptions):
-        module, *_ = open_module(source.folder, source.files)
-        self._prefix = prefix_of(source.config)
-        own = {name: one for name, one in source.tensors.items() if name.startswith(self._prefix)}
+        module, _, self.names = open_module(source.folder, source.files)
+        prefix = prefix_of(source.config)
+        own = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
         super().__init__(replace(source, tensors=own), options)
         self.config = module.config
         self.target = _target_of(source)
@@ -74,12 +64,8 @@ class ForeignMtp(ForeignDrafter):
         # mlx-lm keeps the dtype of some weights, such as biases of routers.
         self.is_cast = getattr(model_of_layers(source.config), "cast_predicate", self.is_cast)
 
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Mtp:
-        module = load(self.source.folder)
-        self.names = {
-            own: published_name(own, module.names, self._prefix) for own in named_parameters(module)
-        }
-        return module
+    def build(self) -> Mtp:
+        return load(self.source.folder)
 
 
 def _target_of(source: Source) -> str | None:

@@ -1,6 +1,5 @@
 """Recognition of checkpoints: the kind that is converted, or the name of one that is not."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,18 +84,14 @@ def _recognise_refused(source: Source, has_medusa: bool) -> str | None:
             return f"{kind.NAME}, which `load` reads as it is"
     if mtp.recognise(config, source.shapes):
         return f"an MTP module of a model of type {quote(str(config.get('model_type')))}"
-    if has_medusa:
+    parts = ("input_proj", "rnn_", "drafter.")
+    if has_medusa or any(part in name for part in parts for name in names):
         return None
-    if heads_of(names) and "hidden_size" not in config and not _has_drafter_parts(names):
+    if heads_of(names) and "hidden_size" not in config:
         return (
             "either a ReDrafter head or a Medusa head, which only the target's hidden_size can "
             "tell apart; add hidden_size to config.json"
         )
-    bare = [name.removeprefix("model.") for name in names]
-    if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
+    if "embed_tokens.weight" in [name.removeprefix("model.") for name in names]:
         return "a language model, not a drafter; use it as the --target"
     return None
-
-
-def _has_drafter_parts(names: Iterable[str]) -> bool:
-    return any("input_proj" in name or "rnn_" in name or "drafter." in name for name in names)

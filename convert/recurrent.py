@@ -14,7 +14,7 @@ Source: TensorRT-LLM's examples/redrafter/convert_checkpoint.py, which reads the
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
@@ -61,6 +60,7 @@ class ForeignRecurrent(ForeignDrafter):
     noun = "a recurrent drafter"
     linked = "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)"
     takes = ("rnn_activation", "vocab_slice")
+    network = Drafter
     config: DrafterConfig
 
     def __init__(self, source: Source, options: ConversionOptions):
@@ -73,13 +73,6 @@ class ForeignRecurrent(ForeignDrafter):
                 "drafters of the speculators fork are trained for one step without recurrence and "
                 "on other labels than Apple's; expect the target to accept few drafts"
             )
-
-    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Drafter:
-        weights = self.source.read(self.names)
-        fit_head(self, weights, target, tokenizer)
-        drafter = Drafter(self.config)
-        drafter.load_weights(list(weights.items()))
-        return drafter
 
     def test(
         self, network: Drafter, target: Target, tokenizer: TokenizerWrapper
@@ -94,8 +87,7 @@ class ForeignRecurrent(ForeignDrafter):
         found = choose_reading(
             readings, target, tokenizer, lambda one, _, text: predict(one, embed, text)[0]
         )
-        fitted = calibrate(found.network, embed, found.texts)
-        network.config = fitted.applied(found.network.config)
+        network.config = calibrate(found.network, embed, found.texts)
         return found._replace(network=network)
 
     def _infer_config(self) -> DrafterConfig:
@@ -164,19 +156,22 @@ def _map_names(
     Return the naming convention, the names there by this package's names, and notes.
     """
     names = sorted(names)
-    is_tensorrt = _is_tensorrt(names, config)
-    # Next to TensorRT-LLM's drafter.lm_head.weight, a bare lm_head.weight is the target's head.
-    of_target = {_TENSORRT_FINAL} if is_tensorrt else set()
-    kept = [n for n in names if not n.startswith(_TARGET_PREFIXES) and n not in of_target]
-    blocks = [match for name in kept if (match := _BLOCK.fullmatch(_strip_prefixes(name)))]
+    bare = {name: _strip_prefixes(name) for name in names if not name.startswith(_TARGET_PREFIXES)}
+    is_tensorrt = any(key.startswith("redrafter_") for key in config) or any(
+        name != _TENSORRT_FINAL == own for name, own in bare.items()
+    )
+    if is_tensorrt:
+        # Next to TensorRT-LLM's drafter.lm_head.weight, a bare lm_head.weight is the target's head.
+        bare.pop(_TENSORRT_FINAL, None)
+    blocks = filter(None, map(_BLOCK.fullmatch, bare.values()))
     num_blocks = 1 + max((int(match[1]) for match in blocks), default=-1)
     sources, others = collect_sources(
-        kept, lambda name: _translate_name(_strip_prefixes(name), num_blocks, is_tensorrt)
+        bare, lambda name: _translate_name(bare[name], num_blocks, is_tensorrt)
     )
     unused = [
         name
         for name in others
-        if _strip_prefixes(name) in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
+        if bare[name] in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
     ]
     unknown = [name for name in others if name not in unused]
     if unknown:
@@ -188,15 +183,9 @@ def _map_names(
     if unused:
         dropped = join_shortened(map(quote, unused))
         notes.append(f"tensors that the drafter's forward pass never uses, dropped: {dropped}")
-    if len(kept) < len(names):
-        notes.append(f"{len(names) - len(kept)} tensors of the target were left out")
-    return _recognise_name_set(kept, is_tensorrt), sources, notes
-
-
-def _is_tensorrt(names: Iterable[str], config: Mapping[str, Any]) -> bool:
-    return any(key.startswith("redrafter_") for key in config) or any(
-        name != _TENSORRT_FINAL == _strip_prefixes(name) for name in names
-    )
+    if len(bare) < len(names):
+        notes.append(f"{len(names) - len(bare)} tensors of the target were left out")
+    return _recognise_name_set(bare.values(), is_tensorrt), sources, notes
 
 
 def _strip_prefixes(name: str) -> str:
@@ -219,10 +208,9 @@ def _translate_name(bare: str, num_blocks: int, is_tensorrt: bool) -> str | None
     return None
 
 
-def _recognise_name_set(names: Iterable[str], is_tensorrt: bool) -> str:
+def _recognise_name_set(bare: Collection[str], is_tensorrt: bool) -> str:
     if is_tensorrt:
         return "tensorrt-llm"
-    bare = [_strip_prefixes(name) for name in names]
     if any(name.startswith("0.") for name in bare):
         return "sequential"
     if any(name.startswith(("lm_heads.", "input_projs.")) for name in bare):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
@@ -52,17 +50,10 @@ class Source:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def read(self, names: Mapping[str, str]) -> dict[str, mx.array]:
-        """Read tensors by other names; ``names`` are those in the checkpoint by the others.
-
-        Shapes and dtypes must have been checked, so that the drafter bounds the memory.
-        """
-        return {own: self.tensors[name].read() for own, name in names.items()}
-
     def check_dtypes(
         self, names: Mapping[str, str], remedy: str = "save the drafter in one of these dtypes"
     ) -> None:
-        """Raise `CheckpointError` unless `read` can read the dtypes of tensors."""
+        """Raise `CheckpointError` unless the dtypes of tensors can be read."""
         problems = []
         for own, name in names.items():
             dtype = self.tensors[name].dtype

@@ -12,47 +12,45 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checks import TEXT_ENCODING
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.errors import ConfigError, DataError, explain
-from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.target.target import Target
-
-Config = DrafterConfig | MedusaConfig
 
 # Maximum number of padding rows of a head; heads are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
 
 
 def fit_head(
-    drafter: ForeignDrafter,
-    weights: dict[str, mx.array],
-    target: Target | None,
-    tokenizer: TokenizerWrapper | None,
+    network: DraftNetwork, drafter: ForeignDrafter, target: Target, tokenizer: TokenizerWrapper
 ) -> None:
-    """Fit a drafter's config and weights to the target's vocabulary and to that of the options."""
-    options = drafter.options
-    if target is None or tokenizer is None:
-        return
-    config = drafter.config
+    """Fit a network, in place, to the target's vocabulary and to that of the options."""
+    options, config = drafter.options, network.config
     extra = config.vocab_size - target.vocab_size
     if 0 < extra <= MAX_PADDING_ROWS and config.draft_vocab_size is None:
-        for head in config.head_names:
-            weights[head] = weights[head][: target.vocab_size]
-        drafter.config = config = replace(config, vocab_size=target.vocab_size)
+        _keep_rows(network, mx.arange(target.vocab_size))
+        network.config = config = replace(config, vocab_size=target.vocab_size)
         drafter.notes.append(
             f"{extra} padding rows of the head, which stand for no token of the target, dropped"
         )
     if options.vocab_slice is None:
         return
     counts = count_tokens(tokenizer, options.vocab_text or (), config.vocab_size)
-    if options.vocab_text and not counts.any():
+    if not counts.any():
         raise ConfigError("expected text in the files of --vocab-text, found none; give others")
     always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
     rows = choose_rows(counts, always, options.vocab_slice)
-    drafter.config = slice_head(config, weights, rows)
-    covered = counts[rows].sum() / max(counts.sum(), 1)
+    if config.draft_vocab_size is not None:
+        raise ConfigError(
+            f"expected a drafter with a full head, found one reduced to {config.draft_vocab_size} "
+            "tokens; slice the drafter it was made from"
+        )
+    network.token_ids = mx.array(rows)
+    _keep_rows(network, network.token_ids)
+    network.config = config.reduced(len(rows))
+    covered = counts[rows].sum() / counts.sum()
     drafter.notes.append(f"the head keeps {len(rows)} tokens, {covered:.1%} of those in the texts")
 
 
@@ -91,14 +89,7 @@ def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.
     return np.sort(best).astype(np.int32)
 
 
-def slice_head(config: Config, weights: dict[str, mx.array], rows: np.ndarray) -> Config:
-    """Keep only ``rows`` of the head in ``weights`` and return the config of the result."""
-    if config.draft_vocab_size is not None:
-        raise ConfigError(
-            f"expected a drafter with a full head, found one reduced to {config.draft_vocab_size} "
-            "tokens; slice the drafter it was made from"
-        )
-    weights["token_ids"] = mx.array(rows)
-    for head in config.head_names:
-        weights[head] = weights[head][weights["token_ids"]]
-    return config.reduced(len(rows))
+def _keep_rows(network: DraftNetwork, rows: mx.array) -> None:
+    weights = named_parameters(network)
+    heads = [(name, weights[name][rows]) for name in network.config.head_names]
+    network.load_weights(heads, strict=False)

@@ -206,14 +206,13 @@ class DrafterSearch:
             return found
         try:
             kind, config = recognise(found.path)
-            reason = self.model.contradiction(config)
-            refusal = None if reason is None else f"{found.name} is not for this model: {reason}"
+            if (reason := self.model.contradiction(config)) is None:
+                return found._replace(method=found.method or kind.NAME)
+            refusal = f"{found.name} is not for this model: {reason}"
         except RedrafterError as error:
             refusal = str(error)
-        if refusal is not None:
-            self.skipped.append(refusal)
-            return None
-        return found._replace(method=found.method or kind.NAME)
+        self.skipped.append(refusal)
+        return None
 
 
 @cache

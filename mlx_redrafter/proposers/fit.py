@@ -11,7 +11,7 @@ size.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -35,24 +35,6 @@ TOP_TOKENS = 512
 ENOUGH = 8192
 # Predictions to compute at once, which bounds memory.
 BATCH = 128
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Scalars of a drafter's config that rank its drafts.
-
-    Attributes:
-        inverse_temperature: Factor on its logits that makes the target's greedy tokens likeliest.
-        coupling_weight: Weight of the noise with which its first rank equals the target's sample at
-            `TEMP` in the largest number of places.
-    """
-
-    inverse_temperature: float = INVERSE_TEMPERATURE
-    coupling_weight: float = COUPLING_WEIGHT
-
-    def applied(self, config: Any) -> Any:
-        """Return the config of a drafter of any kind with these scalars."""
-        return replace(config, **asdict(self))
 
 
 class ReadSequence(NamedTuple):
@@ -92,12 +74,18 @@ class Prediction(NamedTuple):
 
 def fit_depths(
     drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]
-) -> tuple[Calibration, tuple[float, ...]]:
-    """Fit the scalars to parts of predictions, and an inverse temperature for each depth.
+) -> tuple[Any, tuple[float, ...]]:
+    """Return a drafter's config with fitted scalars, and an inverse temperature for each depth.
+
+    ``inverse_temperature`` is the factor on its logits that makes the target's greedy tokens
+    likeliest. ``coupling_weight`` is the weight of the noise with which its first rank equals the
+    target's sample at `TEMP` in the largest number of places.
 
     A part has the predictions of the depths in their order. Parts after `ENOUGH` predictions stay
     unread. Waits for the device.
     """
+    scale, weight = INVERSE_TEMPERATURE, COUPLING_WEIGHT
+    scales: list[float] = []
     by_depth: list[NDArray[np.float64]] = []
     matches, count = np.zeros(len(WEIGHTS), int), 0
     for part in predictions:
@@ -109,10 +97,11 @@ def fit_depths(
             count += prediction.logits.shape[0]
         if count >= ENOUGH:
             break
-    if count == 0:
-        return Calibration(), ()
-    scale, *scales = (SCALES[np.argmin(nats)] for nats in (sum(by_depth), *by_depth))
-    return Calibration(scale, WEIGHTS[np.argmax(matches)]), tuple(scales)
+    if count > 0:
+        scale, *scales = (SCALES[np.argmin(nats)] for nats in (sum(by_depth), *by_depth))
+        weight = WEIGHTS[np.argmax(matches)]
+    config = replace(drafter.config, inverse_temperature=scale, coupling_weight=weight)
+    return config, tuple(scales)
 
 
 def parts(text: ReadSequence, least: int = 3) -> Iterator[ReadSequence]:

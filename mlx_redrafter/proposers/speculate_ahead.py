@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -76,23 +76,6 @@ class SpeculateAhead(Wrapper):
         return SpeculateAheadDrafting(drafting, self.num_outcomes, self.hits)
 
 
-class _Speculation(NamedTuple):
-    """Dispatched drafts for R outcomes, each array with an axis of R before its own.
-
-    The keys are last accepted nodes and the tokens after them, int32, shape (R, 2).
-    """
-
-    keys: mx.array
-    drafts: Expansion
-
-    def find(self, flight: Pass) -> Expansion | None:
-        """Return the drafts for the outcome of a pass, if there are any; waits for the device."""
-        if not flight.is_finite:
-            return None
-        outcomes, outcome = to_rows(self.keys), [flight.rows[-1], flight.tokens[-1]]
-        return self.drafts.of_root(outcomes.index(outcome)) if outcome in outcomes else None
-
-
 class SpeculateAheadDrafting:
     reader = None
 
@@ -114,7 +97,7 @@ class SpeculateAheadDrafting:
             with mx.stream(_ahead):
                 ahead = self._draft_ahead(flight, plan, noise)
         if ahead is not None:
-            found = ahead.find(flight)
+            found = _find(*ahead, flight)
             self.hits.passes += 1
             self.hits.foreseen += found is not None
         self._remember(flight)
@@ -140,8 +123,12 @@ class SpeculateAheadDrafting:
 
     def _draft_ahead(
         self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> _Speculation | None:
-        """Dispatch drafts for the likeliest outcomes of a pass; None if its tree is unknown."""
+    ) -> tuple[mx.array, Expansion] | None:
+        """Dispatch drafts for the likeliest outcomes of a pass; None if its tree is unknown.
+
+        The outcomes are last accepted nodes and the tokens after them, int32, shape (R, 2). The
+        arrays of the drafts have an axis of R before their own.
+        """
         tree, origin = self._tree_of(flight), self._origin
         if tree is None or origin is None:
             return None
@@ -162,12 +149,12 @@ class SpeculateAheadDrafting:
         ids = branches.to_token_ids(mx.arange(log_probs.shape[-1]))
         nodes, rows = likeliest_outcomes(tree, log_probs, ids, self.num_outcomes)
         tokens = ids[rows]
-        keys = mx.stack([nodes, tokens], axis=1)
-        mx.async_eval(keys)
+        outcomes = mx.stack([nodes, tokens], axis=1)
+        mx.async_eval(outcomes)
         branches.begin(nodes, tokens)
         drafts = search_all(branches, plan.shape, rank_from(tree.depths[nodes] + 1, rank))
         mx.async_eval(drafts)
-        return _Speculation(keys, drafts)
+        return outcomes, drafts
 
     def _tree_of(self, flight: Pass) -> TokenTree | None:
         """Return the tree in flight, from arrays that exist before the pass is over."""
@@ -178,6 +165,14 @@ class SpeculateAheadDrafting:
             return None
         tree = self._tree.first(flight.num_nodes)
         return replace(tree, ancestors=ancestor_mask(tree.parents, tree.max_depth))
+
+
+def _find(outcomes: mx.array, drafts: Expansion, flight: Pass) -> Expansion | None:
+    """Return the drafts for the outcome of a pass, if there are any; waits for the device."""
+    if not flight.is_finite:
+        return None
+    known, outcome = to_rows(outcomes), [flight.rows[-1], flight.tokens[-1]]
+    return drafts.of_root(known.index(outcome)) if outcome in known else None
 
 
 def likeliest_outcomes(

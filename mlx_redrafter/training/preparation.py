@@ -1,5 +1,6 @@
 """The part of a run that needs the target: checks, estimates, texts, and its outputs on them."""
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -134,12 +135,11 @@ class Preparation:
         prompts = [as_prompt_source(i, self._encoder, request.data_options).tokens for i in items]
         if self._writer is not None:
             prompts = [list(self._writer.prefix) or [0]]
-        student = self.student.holding(self.student.new_network())
         on_stage = partial(self._reporter.progress, "rehearsal")
-        pace = rehearse(request, target, student, prompts, work.generated, on_stage)
+        pace = rehearse(request, target, copy(self.student), prompts, work.generated, on_stage)
         mx.clear_cache()
         minutes = request.training.minutes
-        stored, unread = self.cache.count_tokens(student.layers)
+        stored, unread = self.cache.count_tokens(self.student.layers)
         left = work.left(stored, unread, is_full=self.cache.has("held-out", 0))
         timetable = Timetable.of(work, pace, minutes, left)
         if minutes is not None:

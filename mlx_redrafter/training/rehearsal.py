@@ -71,9 +71,7 @@ def rehearse(
     shard = read_sequences(target, sequences, TOP_K, student.layers)
     reading = (time.perf_counter() - start) / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
-    is_reduced = student.network.row_ids is not None
-    ids = np.arange(student.head_rows, dtype=np.int32) if is_reduced else None
-    student.initialise(None, 0, ids)
+    student.initialise(None, 0)
     step = _time_step(request, student, shard, partial(on_stage, 2, NUM_STAGES))
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)

@@ -132,9 +132,8 @@ def predict(network: BlockNetwork, target: Target, text: ReadSequence) -> list[P
 def calibrate(network: BlockNetwork, target: Target, texts: Iterable[ReadSequence]) -> BlockConfig:
     """Return the config, with fitted scalars if a text is long enough; waits for the device."""
     usable = (text for text in texts if text.tokens.shape[0] > text.num_prompt + 1)
-    found, scales = fit_depths(network, (predict(network, target, text) for text in usable))
+    config, scales = fit_depths(network, (predict(network, target, text) for text in usable))
     if not scales:
         return network.config
-    config: BlockConfig = found.applied(network.config)
-    missing = [found.inverse_temperature] * (config.num_drafts - len(scales))
+    missing = [config.inverse_temperature] * (config.num_drafts - len(scales))
     return replace(config, depth_scales=(*scales, *missing))

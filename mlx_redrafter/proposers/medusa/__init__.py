@@ -18,7 +18,6 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Medusa:
     if stored.config.get("model_type") == MODEL_TYPE:
         config, sources = MedusaConfig.from_dict(stored.config), None
     else:
-        found = read_heads(stored.config, stored.shapes)
-        config, sources = found.config, found.sources
+        config, _, sources, _ = read_heads(stored.config, stored.shapes)
     target.check(config)
     return stored.fill(Medusa(config), sources)

@@ -13,7 +13,7 @@ Source: FasterDecoding's ``medusa_model.py`` and vLLM's ``model_executor/models/
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources
@@ -44,19 +44,6 @@ _STATED = {
 }
 
 
-class NamedHeads(NamedTuple):
-    """The heads of a checkpoint: their shape, its naming convention, and notes for the user.
-
-    Nobody has compared the other tensors with the shape yet.
-    ``sources`` are the names in the checkpoint by this package's.
-    """
-
-    config: MedusaConfig
-    name_set: NameSet
-    sources: dict[str, str]
-    notes: tuple[str, ...]
-
-
 def is_medusa(config: Mapping[str, Any], shapes: Shapes) -> bool:
     """Return whether a config or tensors are those of Medusa heads.
 
@@ -80,7 +67,13 @@ def heads_of(names: Iterable[str]) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
+def read_heads(
+    values: Mapping[str, Any], shapes: Shapes
+) -> tuple[MedusaConfig, NameSet, dict[str, str], list[str]]:
+    """Read the shape of heads, before their other tensors are compared with it.
+
+    Also return the naming convention, the names there by this package's, and notes for the user.
+    """
     bases = [name for name in shapes if name.endswith("embed_tokens.weight")]
     if bases:
         raise CheckpointError(
@@ -105,7 +98,7 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
         config = MedusaConfig.from_dict(values)
     else:
         config = _infer_config(values, shapes, sources, num_layers, notes)
-    return NamedHeads(config, name_set, sources, tuple(notes))
+    return config, name_set, sources, notes
 
 
 def _own_name(bare: str, name_set: NameSet, num_layers: int) -> str | None:

@@ -20,7 +20,7 @@ from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
-from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
+from mlx_redrafter.proposers.fit import Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.medusa.config import MAX_RANKS, MedusaConfig
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, bounded, log_probs, search_all
 
@@ -129,8 +129,8 @@ def predict(network: Medusa, text: ReadSequence) -> list[Prediction]:
     ]
 
 
-def calibrate(network: Medusa, texts: Iterable[ReadSequence]) -> Calibration:
-    """Fit the scalars, the same for all heads, to sequences; waits for the device."""
+def calibrate(network: Medusa, texts: Iterable[ReadSequence]) -> MedusaConfig:
+    """Return the config with scalars fitted to sequences, the same for all heads; waits."""
     found = (predict(network, part) for text in texts for part in parts(text, 2))
     return fit_depths(network, found)[0]
 

@@ -32,9 +32,9 @@ class DrafterConfig(StoredConfig):
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        inverse_temperature: See `Calibration` (temperature scaling, Guo et al. 2017);
+        inverse_temperature: See `fit_depths` (temperature scaling, Guo et al. 2017);
             ``score_scale`` in the file.
-        coupling_weight: See `Calibration`; ``noise_share`` in the file.
+        coupling_weight: See `fit_depths`; ``noise_share`` in the file.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE

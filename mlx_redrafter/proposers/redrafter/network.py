@@ -22,7 +22,7 @@ from mlx_redrafter.decoding.passes import hidden_states_of, roots_of
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
-from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
+from mlx_redrafter.proposers.fit import Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
@@ -282,7 +282,7 @@ def predict(drafter: Drafter, embed: Embed, text: ReadSequence) -> tuple[Predict
     return firsts, seconds
 
 
-def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ReadSequence]) -> Calibration:
-    """Fit the scalars to as many sequences as `fit_depths` needs; waits for the device."""
+def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ReadSequence]) -> DrafterConfig:
+    """Return the config with scalars fitted to sequences; waits for the device."""
     found = (predict(drafter, embed, part) for text in texts for part in parts(text))
     return fit_depths(drafter, found)[0]

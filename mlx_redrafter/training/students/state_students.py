@@ -74,8 +74,7 @@ class RecurrentStudent(Student):
             yield state
 
     def calibrate(self, texts: Iterable[Shard]) -> None:
-        fitted = redrafter.calibrate(self.network, self.embed, iterate_texts(texts))
-        self.network.config = fitted.applied(self.network.config)
+        self.network.config = redrafter.calibrate(self.network, self.embed, iterate_texts(texts))
 
 
 def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.array:
@@ -114,5 +113,5 @@ class MedusaStudent(Student):
         """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
         found = list(iterate_texts(texts))
-        config = medusa.calibrate(network, found).applied(network.config)
+        config = medusa.calibrate(network, found)
         network.config = replace(config, rank_accuracies=medusa.rank_accuracies(network, found))

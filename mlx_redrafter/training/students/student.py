@@ -171,18 +171,15 @@ class Student(ABC):
             count += is_right
         return count
 
-    def holding(self, network: nn.Module) -> Self:
-        other = copy.copy(self)
-        other.network = network
-        return other
-
     def with_weights(self, weights: dict[str, Any]) -> Self:
         """Copy this student with other parameters; it shares those that are not given."""
         network = self.new_network()
         network.update(self.network.parameters())
         network.update(weights)
         network.eval()
-        return self.holding(network)
+        other = copy.copy(self)
+        other.network = network
+        return other
 
 
 def simulate(
