@@ -29,7 +29,6 @@ from mlx_redrafter.cli.bench_output import (
     parse_temps,
     progress,
     refuse_texts,
-    show,
     show_lines,
     warn,
 )
@@ -309,7 +308,9 @@ def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Pat
         show_lines(tabulate(by_category, compared.baseline), "by category")
     result: dict[str, Any] = recording.result
     if (seconds := result.get("calibration_seconds")) is not None:
-        show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
+        typer.echo(
+            f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes"
+        )
     warn(result["disturbances"])
     if recording.path is not None:
         heading, path = title(result, compared.settings.model), recording.path.with_suffix(".png")

@@ -3,13 +3,11 @@
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.draft_plan import DraftPlan, Selection
@@ -94,11 +92,6 @@ def warn(disturbances: Sequence[str]) -> None:
     """Print the signs of a disturbed measurement to stderr, one per line."""
     for line in disturbances:
         typer.echo(f"warning: {line}", err=True)
-
-
-def show(line: object) -> None:
-    """Print to stdout; if stdout is not a terminal, assume room for every table of rich."""
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(line)
 
 
 def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
