@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import write_text
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
     Output,
@@ -160,7 +161,6 @@ def compare(
     if stock_draft_model is not None:
         stock_draft_model = find_model(stock_draft_model, pair.yes)
     settings = load_settings(pair, rounds.max_tokens)
-    from mlx_redrafter.bench.result_file import checkpoint_name
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.bench.turns import arm_name
     from mlx_redrafter.checkpoints.loading import load

@@ -17,7 +17,6 @@ from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.prompts import describe_prompts, encode_prompts, read_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, divide, num_different, summarise
-from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
@@ -38,6 +37,7 @@ from mlx_redrafter.bench.turns import (
     reference_arm,
     time_shapes,
 )
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.cli.bench_options import Rounds
 from mlx_redrafter.cli.bench_output import parse_shapes, parse_temps, progress, refuse_texts
 from mlx_redrafter.cli.model_options import Pair
