@@ -134,25 +134,20 @@ APPLE_ACCEPTANCE = tuple(
 )
 
 
-@dataclass(frozen=True)
-class ShapePrediction:
-    """Predicted milliseconds of a shape's step, and its speed relative to plain decoding."""
+def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> tuple[str, float]:
+    """Name the shape that is predicted to be fastest, and its speed relative to plain decoding.
 
-    acceptance: ShapeAcceptance
-    step: float
-    speedup: float
-
-
-def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[ShapePrediction]:
-    """Predict every shape whose cost is known, fastest first; raise `ConfigError` if none is."""
-    found = [
-        ShapePrediction(one, step, one.tokens_per_step / step * question.plain_step)
+    Raise `ConfigError` if the cost of no shape is known.
+    """
+    speedups = {
+        one.name: one.tokens_per_step / step * question.plain_step
         for one in acceptances
         if (step := _step_time(question, one)) is not None
-    ]
-    if not found:
+    }
+    if not speedups:
         raise ConfigError("no verify costs are published for trees this large; give smaller shapes")
-    return sorted(found, key=lambda prediction: -prediction.speedup)
+    best = max(speedups, key=speedups.__getitem__)
+    return best, speedups[best]
 
 
 def assumptions(question: Question) -> list[str]:
