@@ -144,8 +144,7 @@ def _rows(
 ) -> Iterator[Row]:
     has_prompts = compared.stock == "batch"
     before = _batches(runs, compared.baseline, has_prompts)
-    # mlx-lm draws other random numbers.
-    for row in summarise(runs, STOCK if compared.stock and setting.temp == 0 else PLAIN):
+    for row in summarise(runs, setting.temp):
         mine = _batches(runs, row.arm, has_prompts)
         yield replace(
             row,

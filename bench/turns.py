@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.runs import PLAIN, STOCK, Arm, CommonSettings, TimedRun, Turn, run_together
+from mlx_redrafter.bench.runs import Arm, CommonSettings, TimedRun, Turn, run_together
 from mlx_redrafter.bench.timing import OnProgress, rotated, timed
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.stored_costs import Setting, contexts, step_costs, time_steps
@@ -105,11 +105,6 @@ def arm_name(plan: DraftPlan) -> str:
     """Name a plan for tables and result files, such as "top_n w4 l5 n9"."""
     nodes = "" if plan.shape.select == "beam" else f" n{plan.num_nodes}"
     return f"{plan.shape.select} w{plan.shape.width} l{plan.shape.length}{nodes}"
-
-
-def reference_arm(settings: CommonSettings) -> str:
-    """Name the method whose texts all others must equal, the reference of `summarise`."""
-    return STOCK if settings.temp == 0 else PLAIN
 
 
 def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:

@@ -65,7 +65,7 @@ def test_a_table_fits_the_terminal(columns, monkeypatch, capsys):
 
 def test_noise_of_stock_is_not_ours():
     runs = [make_run(STOCK, 1.0, (7, 8)), make_run(PLAIN, 1.0), make_run("a", 1.0, (1, 2))]
-    assert [row.num_different for row in summarise(runs, PLAIN)] == [None, 0, 1]
+    assert [row.num_different for row in summarise(runs, 1.0)] == [None, 0, 1]
 
 
 def test_texts_of_one_token_have_no_speed():

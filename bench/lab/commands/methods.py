@@ -34,7 +34,6 @@ from mlx_redrafter.bench.turns import (
     arm_name,
     decode_in_turns,
     one_by_one,
-    reference_arm,
     time_shapes,
 )
 from mlx_redrafter.checkpoints.bundled import checkpoint_name
@@ -118,9 +117,8 @@ def run(arguments: Namespace) -> None:
     for part in parts:
         group = part.batches[0][0].group
         runs = [one for one in recording.runs if one.group == group]
-        reference = reference_arm(part.settings)
         found = {
-            task: summarise(own, reference, arguments.max_repeated)
+            task: summarise(own, part.settings.temp, arguments.max_repeated)
             for task, own in divide(runs).items()
         }
         print(f"\n{group}, {len(prompts)} questions\n\n{_table(found)}", flush=True)
