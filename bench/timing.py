@@ -3,7 +3,6 @@
 Machines get hot and are shared: samples to compare are measured in turns, and compared in pairs.
 """
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -69,13 +68,6 @@ def _resample(by_text: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     # Texts with fewer samples than others leave NaN; the plain median is faster.
     median = np.nanmedian if np.isnan(table).any() else np.median
     return np.asarray(median(drawn, axis=1))
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Time ``work`` in seconds; ``work`` itself must wait for the device."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def rotated(names: Sequence[str], shift: int) -> list[str]:
