@@ -114,4 +114,4 @@ def _methods(
     if has_plain:
         arms[PLAIN] = plain_arm(settings)
     arms |= {arm_name(plan): drafted_arm(settings, plan) for plan in plans}
-    return {name: one_by_one(name, arm) for name, arm in arms.items()}
+    return {name: partial(one_by_one, name, arm) for name, arm in arms.items()}

@@ -23,18 +23,12 @@ TimedTexts = list[tuple[TimedRun, str]]
 Method = Callable[[Sequence[Turn]], TimedTexts]
 
 
-def one_by_one(name: str, arm: Arm) -> Method:
-    """Make a method that decodes the texts of a batch one after the other."""
-
-    def decode(batch: Sequence[Turn]) -> TimedTexts:
-        stream = (
-            (number, response)
-            for number, turn in enumerate(batch)
-            for response in arm(turn.prompt.ids)
-        )
-        return run_together(name, stream, batch)
-
-    return decode
+def one_by_one(name: str, arm: Arm, batch: Sequence[Turn]) -> TimedTexts:
+    """Decode the texts of a batch one after the other."""
+    stream = (
+        (number, response) for number, turn in enumerate(batch) for response in arm(turn.prompt.ids)
+    )
+    return run_together(name, stream, batch)
 
 
 def runs_of(found: Mapping[str, TimedTexts]) -> list[TimedRun]:

@@ -69,7 +69,7 @@ def try_out(
         turn = Turn("", 0, encoded, len(rounds))
         found: dict[str, TimedRun] = {}
         for way in rotated(list(arms), len(rounds)):
-            ((found[way], _),) = one_by_one(way, arms[way])([turn])
+            ((found[way], _),) = one_by_one(way, arms[way], [turn])
         rounds.append(found)
         arms[DRAFTED] = drafted
     if not _report([(one[DRAFTED], one[STOCK]) for one in rounds]):

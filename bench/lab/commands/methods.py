@@ -157,7 +157,7 @@ def _methods(settings: CommonSettings, drafters: Drafters) -> dict[str, Method]:
         own = replace(settings, drafter=drafter)
         arms |= {f"{name}, {arm_name(plan)}": drafted_arm(own, plan) for plan in plans}
         arms[f"{name}, {AUTO}"] = drafted_arm(own, None)
-    return {name: one_by_one(name, arm) for name, arm in arms.items()}
+    return {name: partial(one_by_one, name, arm) for name, arm in arms.items()}
 
 
 def _table(found: Mapping[str, Sequence[Row]]) -> str:
