@@ -21,7 +21,6 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
-from mlx_redrafter.checks import check_choice
 from mlx_redrafter.errors import ConfigError
 
 # Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
@@ -61,9 +60,6 @@ class Question:
     bits: int  # of the target's weights: 32, 16, 8 or 4
     drafter_parameters: float  # read per level of drafting: all but embeddings
     plain: float | None = None  # measured milliseconds of a plain step; None predicts them
-
-    def __post_init__(self) -> None:
-        check_choice("bits", self.bits, BYTES)
 
     @property
     def plain_step(self) -> float:

@@ -83,8 +83,6 @@ def test_what_is_not_known_is_refused(tmp_path):
         read_apple_sweeps(tmp_path)
     with pytest.raises(ConfigError, match="expected a chip out of M1"):
         find_chip("M9")
-    with pytest.raises(ConfigError, match="bits must be one of 32, 16, 8, 4, got 5"):
-        Question(CHIPS["M1"], 7e9, 5, 4e8)
     with pytest.raises(ConfigError, match="smaller shapes"):
         predict(Question(CHIPS["M1"], 7e9, 4, 4e8), [ShapeAcceptance(8, 57, 3.0, "x")])
 
