@@ -62,7 +62,7 @@ def try_out(
 
     settings = CommonSettings(target, tokenizer, drafter, max_tokens)
     drafted = drafted_arm(settings, None)
-    arms = {DRAFTED: partial(_print, drafted), STOCK: stock_arm(settings)}
+    arms: dict[str, Arm] = {DRAFTED: partial(_print, drafted), STOCK: stock_arm(settings)}
     encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))
     end = time.perf_counter() + 20  # no further round begins then
     rounds: list[dict[str, TimedRun]] = []
