@@ -12,6 +12,7 @@ import typer
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
@@ -43,13 +44,13 @@ def parse_ints(text: str) -> tuple[int, ...]:
 
 
 def parse_temps(text: str) -> tuple[float, ...]:
-    """Parse temperatures such as 0,0.7,1, each 0 or more and finite, without repetitions."""
+    """Parse temperatures such as 0,0.7,1, each one that a text may have, without repetitions."""
     try:
         temps = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
-    if not all(0 <= temp < math.inf for temp in temps):
-        raise ConfigError(f"temperatures must be 0 or more and finite, got {text!r}")
+    for temp in temps:
+        SamplingParams(temp)
     return temps
 
 
