@@ -32,10 +32,10 @@ class MedianEstimate:
     count: int
     num_texts: int
 
-    def span(self, form: str = ".2f") -> str:
+    def span(self) -> str:
         """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
         kind = "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
-        return "" if self.count < 2 else f"{self.low:{form}} to {self.high:{form}} ({kind})"
+        return "" if self.count < 2 else f"{self.low:.2f} to {self.high:.2f} ({kind})"
 
 
 def estimate(samples: Sequence[float], texts: Sequence[Hashable] | None = None) -> MedianEstimate:
