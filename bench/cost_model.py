@@ -21,7 +21,6 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
-from mlx_redrafter.checks import check_choice
 from mlx_redrafter.errors import ConfigError
 
 # Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
@@ -61,9 +60,6 @@ class Question:
     bits: int  # of the target's weights: 32, 16, 8 or 4
     drafter_parameters: float  # read per level of drafting: all but embeddings
     plain: float | None = None  # measured milliseconds of a plain step; None predicts them
-
-    def __post_init__(self) -> None:
-        check_choice("bits", self.bits, BYTES)
 
     @property
     def plain_step(self) -> float:
@@ -134,25 +130,20 @@ APPLE_ACCEPTANCE = tuple(
 )
 
 
-@dataclass(frozen=True)
-class ShapePrediction:
-    """Predicted milliseconds of a shape's step, and its speed relative to plain decoding."""
+def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> tuple[str, float]:
+    """Name the shape that is predicted to be fastest, and its speed relative to plain decoding.
 
-    acceptance: ShapeAcceptance
-    step: float
-    speedup: float
-
-
-def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[ShapePrediction]:
-    """Predict every shape whose cost is known, fastest first; raise `ConfigError` if none is."""
-    found = [
-        ShapePrediction(one, step, one.tokens_per_step / step * question.plain_step)
+    Raise `ConfigError` if the cost of no shape is known.
+    """
+    speedups = {
+        one.name: one.tokens_per_step / step * question.plain_step
         for one in acceptances
         if (step := _step_time(question, one)) is not None
-    ]
-    if not found:
+    }
+    if not speedups:
         raise ConfigError("no verify costs are published for trees this large; give smaller shapes")
-    return sorted(found, key=lambda prediction: -prediction.speedup)
+    best = max(speedups, key=speedups.__getitem__)
+    return best, speedups[best]
 
 
 def assumptions(question: Question) -> list[str]:

@@ -84,7 +84,7 @@ class SimulatedDrafter:
         question = Question(chip, shape.active, shape.bits, self.num_bytes / BYTES[UNQUANTISED])
         chain = ShapeAcceptance(self.length, self.length, self.tokens_per_step, "chain")
         try:
-            return predict(question, [chain])[0].speedup
+            return predict(question, [chain])[1]
         except ConfigError:
             return None
 
@@ -96,13 +96,13 @@ def predict_forecast(
     shape: ModelShape, chip: Chip, cost: TrainingCost, drafter: SimulatedDrafter | None = None
 ) -> Forecast:
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
-    best = predict(question, APPLE_ACCEPTANCE)[0]
+    best, speedup = predict(question, APPLE_ACCEPTANCE)
     return Forecast(
         chip.name,
         cost,
         question.plain_step / 1e3,
-        best.acceptance.name,
-        best.speedup,
+        best,
+        speedup,
         cost.predict(shape, chip),
         ["PREDICTION, not a measurement.", *assumptions(question)],
         is_narrow=chip.generation < WIDE_KERNELS and shape.bits < UNQUANTISED,

@@ -9,8 +9,6 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import find_parts
-from mlx_redrafter.training.resources import TargetSize
-from mlx_redrafter.training.self_generated import CACHE_STEP
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,6 @@ class ModelShape:
             f"{self.name}: {_format_count(self.parameters)} parameters{active}, {self.bits} bits, "
             f"hidden size {self.hidden_size}, {self.vocab_size:,} tokens"
         )
-
-    @property
-    def target_size(self) -> TargetSize:
-        """Sizes that the cost of training depends on."""
-        weights = round(self.parameters * BYTES[self.bits])
-        cache = CACHE_STEP * self.cache_bytes
-        return TargetSize(self.hidden_size, self.vocab_size, weights, cache_bytes=cache)
 
 
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:

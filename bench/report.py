@@ -69,15 +69,14 @@ def num_different(rows: Iterable[Row]) -> int:
     return sum(row.num_different or 0 for row in rows)
 
 
-def summarise(
-    runs: Sequence[TimedRun], reference: str = STOCK, max_repeated: float = 1.0
-) -> list[Row]:
+def summarise(runs: Sequence[TimedRun], temp: float = 0.0, max_repeated: float = 1.0) -> list[Row]:
     """Make one row per decoding method, in the order of their first runs, of one group.
 
-    The texts of ``reference`` are right: stock mlx-lm for greedy decoding; for sampling this
-    package's plain decoding, as mlx-lm draws other random numbers. Texts with a larger share of
-    repeated 4-grams than ``max_repeated`` do not count.
+    The reference's texts are right: stock mlx-lm's at temperature 0, if it has decoded them, else
+    those of this package's plain decoding, as mlx-lm draws other random numbers. Texts with a
+    larger share of repeated 4-grams than ``max_repeated`` do not count.
     """
+    reference = STOCK if temp == 0 and any(run.arm == STOCK for run in runs) else PLAIN
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
     counted = [run for run in runs if repetition(run.tokens) <= max_repeated]
     stock = {run.turn: run for run in counted if run.arm == STOCK and run.is_timed}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.machine import describe
-from mlx_redrafter.checkpoint_files import shared_name, write_text
+from mlx_redrafter.checkpoint_files import write_text
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, explain
 
@@ -51,11 +52,6 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
     if found != kind:
         raise CheckpointError(f"expected a result of {kind!r} in {path}, found {found!r}")
     return dict(result)
-
-
-def checkpoint_name(path_or_repo: str | None) -> str:
-    """Name a model in a result: a repository by its full name, a folder by its last part."""
-    return "bundled" if path_or_repo is None else shared_name(path_or_repo)
 
 
 def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -112,20 +113,16 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
 
 def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
     """Decode by this package with trees of this plan, or adaptively if ``plan`` is None."""
-
-    def decode(ids: list[int]) -> Iterator[Any]:
-        yield from stream_generate(
-            settings.model,
-            settings.tokenizer,
-            ids,
-            max_tokens=settings.max_tokens,
-            temp=settings.temp,
-            seed=settings.seed,
-            drafter=settings.drafter,
-            **({} if plan is None else plan.options),
-        )
-
-    return decode
+    return partial(
+        stream_generate,
+        settings.model,
+        settings.tokenizer,
+        max_tokens=settings.max_tokens,
+        temp=settings.temp,
+        seed=settings.seed,
+        drafter=settings.drafter,
+        **({} if plan is None else plan.options),
+    )
 
 
 def plain_arm(settings: CommonSettings) -> Arm:

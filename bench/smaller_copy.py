@@ -31,7 +31,7 @@ def predict_gain(shape: ModelShape, bits: int, chip: Chip) -> float:
         for length in LENGTHS
     ]
     copy = shape.active * BYTES[bits] / BYTES[UNQUANTISED]
-    return predict(Question(chip, shape.active, shape.bits, copy), chains)[0].speedup
+    return predict(Question(chip, shape.active, shape.bits, copy), chains)[1]
 
 
 def find_copy(search: DrafterSearch, chip: Chip | None) -> FoundDrafter | None:

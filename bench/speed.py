@@ -92,14 +92,14 @@ class Comparison:
         if self.stock == "batch":
             own[STOCK] = partial(_decode_by_stock, settings)
         elif self.stock:
-            own[STOCK] = one_by_one(STOCK, stock_arm(settings))
+            own[STOCK] = partial(one_by_one, STOCK, stock_arm(settings))
         if self.draft_model is not None:
             arm = stock_arm(settings, self.draft_model)
-            own[STOCK_DRAFT] = one_by_one(STOCK_DRAFT, arm)
+            own[STOCK_DRAFT] = partial(one_by_one, STOCK_DRAFT, arm)
         if batch_size == 1:
-            own[PLAIN] = one_by_one(PLAIN, plain_arm(settings))
+            own[PLAIN] = partial(one_by_one, PLAIN, plain_arm(settings))
             for name, plan in plans.items():
-                own[name] = one_by_one(name, drafted_arm(settings, plan))
+                own[name] = partial(one_by_one, name, drafted_arm(settings, plan))
         else:
             model, tokenizer = settings.model, settings.tokenizer
             own[PLAIN] = partial(decode_batch, PLAIN, Engine(model, tokenizer, None), settings, {})
@@ -144,8 +144,7 @@ def _rows(
 ) -> Iterator[Row]:
     has_prompts = compared.stock == "batch"
     before = _batches(runs, compared.baseline, has_prompts)
-    # mlx-lm draws other random numbers.
-    for row in summarise(runs, STOCK if compared.stock and setting.temp == 0 else PLAIN):
+    for row in summarise(runs, setting.temp):
         mine = _batches(runs, row.arm, has_prompts)
         yield replace(
             row,
@@ -231,7 +230,7 @@ def _decode_by_stock(settings: CommonSettings, batch: Sequence[Turn]) -> TimedTe
     """
     prompts = [turn.prompt.ids for turn in batch]
     if target_of(settings.model).devices:
-        return one_by_one(STOCK, stock_arm(settings))(batch)
+        return one_by_one(STOCK, stock_arm(settings), batch)
     return run_together(STOCK, _stock_batches(settings, prompts), batch)
 
 

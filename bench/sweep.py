@@ -27,7 +27,6 @@ from mlx_redrafter.bench.turns import (
     arm_name,
     decode_in_turns,
     one_by_one,
-    reference_arm,
 )
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
@@ -102,8 +101,7 @@ def sweep(
     points = []
     for temp in grid.temps:
         runs = [run for run in recording.runs if run.group == f"temp {temp:g}"]
-        reference = reference_arm(replace(settings, temp=temp))
-        rows = {row.arm: row for row in summarise(runs, reference)}
+        rows = {row.arm: row for row in summarise(runs, temp)}
         points += [Point(temp, plan, rows[arm_name(plan)]) for plan in plans]
     recording.finish(points=points)
     return points
@@ -116,4 +114,4 @@ def _methods(
     if has_plain:
         arms[PLAIN] = plain_arm(settings)
     arms |= {arm_name(plan): drafted_arm(settings, plan) for plan in plans}
-    return {name: one_by_one(name, arm) for name, arm in arms.items()}
+    return {name: partial(one_by_one, name, arm) for name, arm in arms.items()}

@@ -3,7 +3,6 @@
 Machines get hot and are shared: samples to compare are measured in turns, and compared in pairs.
 """
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +32,10 @@ class MedianEstimate:
     count: int
     num_texts: int
 
-    def span(self, form: str = ".2f") -> str:
+    def span(self) -> str:
         """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
         kind = "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
-        return "" if self.count < 2 else f"{self.low:{form}} to {self.high:{form}} ({kind})"
+        return "" if self.count < 2 else f"{self.low:.2f} to {self.high:.2f} ({kind})"
 
 
 def estimate(samples: Sequence[float], texts: Sequence[Hashable] | None = None) -> MedianEstimate:
@@ -69,13 +68,6 @@ def _resample(by_text: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     # Texts with fewer samples than others leave NaN; the plain median is faster.
     median = np.nanmedian if np.isnan(table).any() else np.median
     return np.asarray(median(drawn, axis=1))
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Time ``work`` in seconds; ``work`` itself must wait for the device."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def rotated(names: Sequence[str], shift: int) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from mlx_redrafter.bench.chips import Chip
+from mlx_redrafter.bench.chips import BYTES, Chip
 from mlx_redrafter.bench.cost_model import BANDWIDTH_SHARE, FITTED, Question
 from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -23,10 +23,11 @@ from mlx_redrafter.training.resources import (
     COPIES_OF_LOGITS,
     PROMPT_TOKENS,
     ResourceEstimate,
+    TargetSize,
     count_weights,
     estimate,
 )
-from mlx_redrafter.training.self_generated import ROUND_SIZE
+from mlx_redrafter.training.self_generated import CACHE_STEP, ROUND_SIZE
 from mlx_redrafter.training.students.student import ANCHOR_SHARE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, chunk_tokens
@@ -62,7 +63,9 @@ class TrainingCost:
         request = replace(request, network=network)
         config = choose_drafter_config(shape.hidden_size, shape.vocab_size, network)
         num_weights = count_weights(Drafter(config))
-        needed = estimate(work, shape.target_size, num_weights)
+        weights, cache = round(shape.parameters * BYTES[shape.bits]), CACHE_STEP * shape.cache_bytes
+        size = TargetSize(shape.hidden_size, shape.vocab_size, weights, cache_bytes=cache)
+        needed = estimate(work, size, num_weights)
         return cls(work, needed, request, config, num_weights)
 
     @property

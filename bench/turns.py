@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.runs import PLAIN, STOCK, Arm, CommonSettings, TimedRun, Turn, run_together
-from mlx_redrafter.bench.timing import OnProgress, rotated, timed
+from mlx_redrafter.bench.runs import Arm, CommonSettings, TimedRun, Turn, run_together
+from mlx_redrafter.bench.timing import OnProgress, rotated
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.stored_costs import Setting, contexts, step_costs, time_steps
 from mlx_redrafter.machines.leading import target_of
@@ -24,18 +23,12 @@ TimedTexts = list[tuple[TimedRun, str]]
 Method = Callable[[Sequence[Turn]], TimedTexts]
 
 
-def one_by_one(name: str, arm: Arm) -> Method:
-    """Make a method that decodes the texts of a batch one after the other."""
-
-    def decode(batch: Sequence[Turn]) -> TimedTexts:
-        stream = (
-            (number, response)
-            for number, turn in enumerate(batch)
-            for response in arm(turn.prompt.ids)
-        )
-        return run_together(name, stream, batch)
-
-    return decode
+def one_by_one(name: str, arm: Arm, batch: Sequence[Turn]) -> TimedTexts:
+    """Decode the texts of a batch one after the other."""
+    stream = (
+        (number, response) for number, turn in enumerate(batch) for response in arm(turn.prompt.ids)
+    )
+    return run_together(name, stream, batch)
 
 
 def runs_of(found: Mapping[str, TimedTexts]) -> list[TimedRun]:
@@ -107,11 +100,6 @@ def arm_name(plan: DraftPlan) -> str:
     return f"{plan.shape.select} w{plan.shape.width} l{plan.shape.length}{nodes}"
 
 
-def reference_arm(settings: CommonSettings) -> str:
-    """Name the method whose texts all others must equal, the reference of `summarise`."""
-    return STOCK if settings.temp == 0 else PLAIN
-
-
 def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:
     """Time the steps that `auto` chooses from, and record the seconds of that.
 
@@ -120,9 +108,8 @@ def time_shapes(settings: CommonSettings, longest: int, recording: Recording) ->
     """
     target = target_of(settings.model)
     network = None if isinstance(settings.drafter, Lookup) else settings.drafter
-    seconds = sum(
-        timed(partial(time_steps, Setting(target, network, context)))
-        for context in contexts(target, longest)
-    )
+    start = time.perf_counter()
+    for context in contexts(target, longest):
+        time_steps(Setting(target, network, context))
+    recording.result["calibration_seconds"] = time.perf_counter() - start
     step_costs(target, network, longest)
-    recording.result["calibration_seconds"] = seconds

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import write_text
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
     Output,
@@ -29,7 +30,6 @@ from mlx_redrafter.cli.bench_output import (
     parse_temps,
     progress,
     refuse_texts,
-    show,
     show_lines,
     warn,
 )
@@ -161,7 +161,6 @@ def compare(
     if stock_draft_model is not None:
         stock_draft_model = find_model(stock_draft_model, pair.yes)
     settings = load_settings(pair, rounds.max_tokens)
-    from mlx_redrafter.bench.result_file import checkpoint_name
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.bench.turns import arm_name
     from mlx_redrafter.checkpoints.loading import load
@@ -309,7 +308,9 @@ def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Pat
         show_lines(tabulate(by_category, compared.baseline), "by category")
     result: dict[str, Any] = recording.result
     if (seconds := result.get("calibration_seconds")) is not None:
-        show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
+        typer.echo(
+            f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes"
+        )
     warn(result["disturbances"])
     if recording.path is not None:
         heading, path = title(result, compared.settings.model), recording.path.with_suffix(".png")

@@ -3,17 +3,16 @@
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
@@ -45,13 +44,13 @@ def parse_ints(text: str) -> tuple[int, ...]:
 
 
 def parse_temps(text: str) -> tuple[float, ...]:
-    """Parse temperatures such as 0,0.7,1, each 0 or more and finite, without repetitions."""
+    """Parse temperatures such as 0,0.7,1, each one that a text may have, without repetitions."""
     try:
         temps = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
-    if not all(0 <= temp < math.inf for temp in temps):
-        raise ConfigError(f"temperatures must be 0 or more and finite, got {text!r}")
+    for temp in temps:
+        SamplingParams(temp)
     return temps
 
 
@@ -94,11 +93,6 @@ def warn(disturbances: Sequence[str]) -> None:
     """Print the signs of a disturbed measurement to stderr, one per line."""
     for line in disturbances:
         typer.echo(f"warning: {line}", err=True)
-
-
-def show(line: object) -> None:
-    """Print to stdout; if stdout is not a terminal, assume room for every table of rich."""
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(line)
 
 
 def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_redrafter.checkpoint_files import shared_name
+from mlx_redrafter.checkpoints.bundled import checkpoint_name, local_folder
 from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.cli.model_options import Yes
 from mlx_redrafter.errors import ConfigError
@@ -254,7 +254,6 @@ def _find(server: ServerOptions) -> dict[str, Any] | None:
 
 def _describe_stored(server: ServerOptions) -> dict[str, Any]:
     """Describe the model of a server that does not run, and say how to start it."""
-    from mlx_redrafter.checkpoints.bundled import local_folder
     from mlx_redrafter.checkpoints.memory_check import read_context_length
 
     command = shlex.join(["redrafter-mlx", *_serve_command(server)[3:]])
@@ -263,12 +262,12 @@ def _describe_stored(server: ServerOptions) -> dict[str, Any]:
     typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
     folder = local_folder(server.model)
     context = None if folder is None else read_context_length(folder)
-    return {"id": _name(server), "context_length": context}
+    return {"id": checkpoint_name(server.model), "context_length": context}
 
 
 def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:
     names = [one["id"] for one in models]
-    wanted = names[0] if server.model is None else _name(server)
+    wanted = names[0] if server.model is None else checkpoint_name(server.model)
     if wanted not in names:
         raise ConfigError(
             f"the server at {server.url} serves {', '.join(names)}; leave --model out, or give "
@@ -284,10 +283,6 @@ def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, An
             err=True,
         )
     return found
-
-
-def _name(server: ServerOptions) -> str:
-    return "bundled" if server.model is None else shared_name(server.model)
 
 
 def _configure(agent: str, server: ServerOptions, model: dict[str, Any]) -> Settings:

@@ -105,11 +105,9 @@ class Pair:
     @cached_property
     def drafter_name(self) -> str | None:
         """The drafter given, or the one chosen for the model; None for the bundled one."""
-        if self.place is None:
-            return None if self.drafter == AUTO else self.given_drafter
-        if self._chooses:
+        if self.place is not None and self._chooses:
             return choose_drafter(self.place, self.drafter, self.yes)
-        return self.given_drafter
+        return None if self.drafter == AUTO else self.given_drafter
 
     @property
     def _chooses(self) -> bool:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 import mlx_redrafter
-from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home, shared_name
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home
+from mlx_redrafter.checkpoints.bundled import checkpoint_name, local_folder
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
@@ -233,14 +234,13 @@ def _models_in(name: str) -> list[str]:
 
 def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
     """Make the models of pairs, each with a name of its own."""
-    from mlx_redrafter.checkpoints.bundled import local_folder
     from mlx_redrafter.server.models import Model
 
     if given is not None and len(pairs) > 1:
         raise ConfigError("model_name is for a single model; serve one, or leave it out")
     found: dict[str, Model] = {}
     for pair in pairs:
-        name = given or ("bundled" if pair.model is None else shared_name(pair.model))
+        name = given or checkpoint_name(pair.model)
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = local_folder(pair.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,7 +62,7 @@ def try_out(
 
     settings = CommonSettings(target, tokenizer, drafter, max_tokens)
     drafted = drafted_arm(settings, None)
-    arms = {DRAFTED: _printing(drafted), STOCK: stock_arm(settings)}
+    arms: dict[str, Arm] = {DRAFTED: partial(_print, drafted), STOCK: stock_arm(settings)}
     encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))
     end = time.perf_counter() + 20  # no further round begins then
     rounds: list[dict[str, TimedRun]] = []
@@ -69,7 +70,7 @@ def try_out(
         turn = Turn("", 0, encoded, len(rounds))
         found: dict[str, TimedRun] = {}
         for way in rotated(list(arms), len(rounds)):
-            ((found[way], _),) = one_by_one(way, arms[way])([turn])
+            ((found[way], _),) = one_by_one(way, arms[way], [turn])
         rounds.append(found)
         arms[DRAFTED] = drafted
     if not _report([(one[DRAFTED], one[STOCK]) for one in rounds]):
@@ -86,16 +87,12 @@ def _describe_load() -> str | None:
     return f"other programs keep {load:.1f} of {cores} cores busy, which disturbs the speeds"
 
 
-def _printing(arm: Arm) -> Arm:
+def _print(arm: Arm, ids: list[int]) -> Iterator[Any]:
     """Print the text of a decoding method while it comes."""
-
-    def decode(ids: list[int]) -> Iterator[Any]:
-        for response in arm(ids):
-            print_text(response)
-            yield response
-        typer.echo()
-
-    return decode
+    for response in arm(ids):
+        print_text(response)
+        yield response
+    typer.echo()
 
 
 def _report(rounds: Sequence[tuple[TimedRun, TimedRun]]) -> bool:

@@ -73,8 +73,7 @@ class Worker(threading.Thread):
     def stop(self) -> None:
         """Do what `end` does, and wait for the end of the thread."""
         self.end()
-        if self.ident is not None:
-            self.join()
+        self.join()
 
     def answer_all(self, refusal: Refusal | None = None) -> None:
         """End the replies of all requests, from another thread, though a step has not ended.

@@ -158,7 +158,7 @@ def _decode_in_turn(
     one: Conditions,
     batch: Sequence[Turn],
 ) -> TimedTexts:
-    return one_by_one(name, partial(decode, **one.begin(settings)))(batch)
+    return one_by_one(name, partial(decode, **one.begin(settings)), batch)
 
 
 def _compare(

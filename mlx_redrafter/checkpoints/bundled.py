@@ -6,7 +6,7 @@ The cards in their folders describe training data and quality.
 from pathlib import Path
 from typing import Literal
 
-from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home, shared_name
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import find_stored
 
@@ -32,6 +32,11 @@ def local_folder(model: str | None) -> Path | None:
         return find_bundled("target")
     folder = expand_home(model)
     return folder if folder.is_dir() else find_stored(model, None)
+
+
+def checkpoint_name(path_or_repo: str | None) -> str:
+    """Return a name to publish, "bundled" for None; see `shared_name`."""
+    return "bundled" if path_or_repo is None else shared_name(path_or_repo)
 
 
 def bundled_drafters() -> list[Path]:

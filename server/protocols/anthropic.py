@@ -16,7 +16,7 @@ from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
-from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service
 from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import KINDS, ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -253,6 +253,6 @@ def _read_tools(fields: Fields) -> Tools:
 
 
 ROUTES: Routes = {
-    ("POST", "/v1/messages"): texts(read),
+    ("POST", "/v1/messages"): partial(Service.answer, reader=read),
     ("POST", "/v1/messages/count_tokens"): count,
 }

@@ -12,7 +12,7 @@ from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.conversation import read_arguments
 from mlx_redrafter.server.protocols.openai_fields import choose_tools, read_common
-from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service
 from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -145,4 +145,4 @@ def _read_message(fields: Fields) -> dict[str, Any]:
     return found
 
 
-ROUTES: Routes = {("POST", "/v1/chat/completions"): texts(read)}
+ROUTES: Routes = {("POST", "/v1/chat/completions"): partial(Service.answer, reader=read)}

@@ -9,7 +9,7 @@ from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.openai_fields import read_common
-from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service
 from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
@@ -85,4 +85,4 @@ def _name_by_text(top: Sequence[TokenLogprob]) -> dict[str, float | None]:
     return found
 
 
-ROUTES: Routes = {("POST", "/v1/completions"): texts(read)}
+ROUTES: Routes = {("POST", "/v1/completions"): partial(Service.answer, reader=read)}

@@ -22,7 +22,7 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_format,
     read_options,
 )
-from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service
 from mlx_redrafter.server.protocols.writer import BlockWriter
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -73,7 +73,7 @@ _PARTS = {"thinking": "reasoning_summary_part", "text": "content_part"}
 
 
 async def answer(service: Service, client: Request) -> Response:
-    return await texts(partial(read, stored=service.stored))(service, client)
+    return await service.answer(client, partial(read, stored=service.stored))
 
 
 async def fetch(service: Service, client: Request) -> Response:

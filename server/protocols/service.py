@@ -1,7 +1,5 @@
 """The side of the server that protocols use: it reads, checks and answers requests."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -65,6 +63,12 @@ class Service:
             except ContextExceeded as error:
                 return error.length
 
+    async def answer(
+        self, client: Request, reader: Reader[tuple[TextRequest, MakeWriter]]
+    ) -> Response:
+        """Write the texts of a request that a reader reads."""
+        return await self.write(client, *await self.read(client, reader))
+
     async def write(
         self, client: Request, request: TextRequest, make_writer: MakeWriter
     ) -> Response:
@@ -101,15 +105,6 @@ class Service:
                 f"the body took too long; send it within {timeout:g} seconds", status=408
             ) from error
         return bytes(body)
-
-
-def texts(reader: Reader[tuple[TextRequest, MakeWriter]]) -> Endpoint:
-    """Make the endpoint that writes the texts of the requests that a reader reads."""
-
-    async def answer(service: Service, client: Request) -> Response:
-        return await service.write(client, *await service.read(client, reader))
-
-    return answer
 
 
 # A function that answers a request.

@@ -86,6 +86,8 @@ def test_lists_and_counts():
         (parse_count, ("", "-1", "2G", "1.2.3M", "0", "0.5", "9" * 400), "expected a number"),
         (parse_ints, ("", "0", "3-2", "a", "1,,2"), "expected numbers"),
         (parse_ints, ("1-99999999", "1-600,601-1200"), "at most 1000 numbers"),
+        (parse_temps, ("", "a", "0,,1"), "expected temperatures"),
+        (parse_temps, ("-1", "0,nan", "inf", "1e7"), "temp must be a number from 0 to 1e"),
         (parse_shapes, ("", "4", "4x5x9x2", "tree:4x5"), "expected draft shapes"),
         (lambda text: GridOptions(selections=text).read(), ("beam,c",), "of top_n, beam, got 'c'"),
     ):

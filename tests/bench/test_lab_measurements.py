@@ -58,9 +58,9 @@ def test_every_method_has_a_row_for_each_temperature(folders, tasks, tmp_path):
 def test_verified_nodes_are_counted(folders):
     settings = CommonSettings(*load(*folders), max_tokens=9)
     turn = Turn("g", 0, EncodedPrompt("p", "c", [5, 6]), 0)
-    ((plain, _),) = one_by_one(PLAIN, plain_arm(settings))([turn])
+    ((plain, _),) = one_by_one(PLAIN, plain_arm(settings), [turn])
     assert plain.num_verified == plain.steps == len(plain.tokens) - 1
-    ((drafted, _),) = one_by_one("w", drafted_arm(settings, DraftPlan.of(1, 3)))([turn])
+    ((drafted, _),) = one_by_one("w", drafted_arm(settings, DraftPlan.of(1, 3)), [turn])
     # At the end nothing is left to draft.
     assert drafted.steps < drafted.num_verified <= 3 * drafted.steps
 

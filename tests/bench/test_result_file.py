@@ -17,14 +17,9 @@ from mlx_redrafter.bench.lab.commands.tables import (
     read_results,
     without_raw_numbers,
 )
-from mlx_redrafter.bench.result_file import (
-    checkpoint_name,
-    new_result,
-    pair_names,
-    read_result,
-    write_result,
-)
+from mlx_redrafter.bench.result_file import new_result, pair_names, read_result, write_result
 from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.helpers.hostile import no_room

@@ -17,8 +17,8 @@ from mlx_redrafter.bench.lab.options import at_least
 from mlx_redrafter.bench.lab.real_models import MODELS, PRECISIONS, find_model
 from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.bench.runs import CommonSettings
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.cli.bench_output import parse_shapes, progress, refuse_texts
 

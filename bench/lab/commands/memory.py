@@ -6,13 +6,12 @@ The exit code is 1 if a bound is broken.
 from argparse import ArgumentParser, Namespace
 
 import typer
-from rich.table import Table
 
 from mlx_redrafter.bench.lab.memory import measure_memory, random_pair
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.recording import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, write_result
-from mlx_redrafter.cli.bench_output import progress, show, warn
+from mlx_redrafter.cli.bench_output import progress, show_lines, warn
 from mlx_redrafter.draft_plan import DraftPlan
 
 
@@ -26,13 +25,11 @@ def run(arguments: Namespace) -> None:
     watch = LoadWatch()
     with progress("Measurements") as on_progress:
         findings = measure_memory(target, drafter, plan, arguments.prompt_tokens, on_progress)
-    table = Table("measurement", "found", "bound", "unit", "")
-    for finding in findings:
-        verdict = "ok" if finding.holds else "BROKEN"
-        table.add_row(
-            finding.name, f"{finding.found:.1f}", f"{finding.bound:.1f}", finding.unit, verdict
-        )
-    show(table)
+    table = [("measurement", "found", "bound", "unit", "verdict")]
+    for one in findings:
+        verdict = "ok" if one.holds else "BROKEN"
+        table.append((one.name, f"{one.found:.1f}", f"{one.bound:.1f}", one.unit, verdict))
+    show_lines(table)
     warn(disturbances := find_disturbances(watch.others()))
     if arguments.out is not None:
         configuration = {**plan.options, "prompt_tokens": arguments.prompt_tokens}

@@ -17,7 +17,6 @@ from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.prompts import describe_prompts, encode_prompts, read_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, divide, num_different, summarise
-from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
@@ -35,9 +34,9 @@ from mlx_redrafter.bench.turns import (
     arm_name,
     decode_in_turns,
     one_by_one,
-    reference_arm,
     time_shapes,
 )
+from mlx_redrafter.checkpoints.bundled import checkpoint_name
 from mlx_redrafter.cli.bench_options import Rounds
 from mlx_redrafter.cli.bench_output import parse_shapes, parse_temps, progress, refuse_texts
 from mlx_redrafter.cli.model_options import Pair
@@ -118,9 +117,8 @@ def run(arguments: Namespace) -> None:
     for part in parts:
         group = part.batches[0][0].group
         runs = [one for one in recording.runs if one.group == group]
-        reference = reference_arm(part.settings)
         found = {
-            task: summarise(own, reference, arguments.max_repeated)
+            task: summarise(own, part.settings.temp, arguments.max_repeated)
             for task, own in divide(runs).items()
         }
         print(f"\n{group}, {len(prompts)} questions\n\n{_table(found)}", flush=True)
@@ -159,7 +157,7 @@ def _methods(settings: CommonSettings, drafters: Drafters) -> dict[str, Method]:
         own = replace(settings, drafter=drafter)
         arms |= {f"{name}, {arm_name(plan)}": drafted_arm(own, plan) for plan in plans}
         arms[f"{name}, {AUTO}"] = drafted_arm(own, None)
-    return {name: one_by_one(name, arm) for name, arm in arms.items()}
+    return {name: partial(one_by_one, name, arm) for name, arm in arms.items()}
 
 
 def _table(found: Mapping[str, Sequence[Row]]) -> str:

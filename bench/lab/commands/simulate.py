@@ -3,13 +3,12 @@
 from argparse import ArgumentParser, Namespace
 
 import numpy as np
-from rich.table import Table
 
 from mlx_redrafter.bench.lab import hard_machines, hard_siblings
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.result_file import new_result, write_result
-from mlx_redrafter.cli.bench_output import progress, show
+from mlx_redrafter.cli.bench_output import progress, show_lines
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -32,15 +31,15 @@ def run(arguments: Namespace) -> None:
         return
     with progress("Scenarios") as on_progress:
         found = simulate_regret(scenarios, first, on_progress)
-    table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")
+    table = [("regret", "found")]
     for name, value in (("median", found.median), ("95%", found.p95), ("worst", found.worst)):
-        table.add_row(name, f"{value:.1%}")
+        table.append((name, f"{value:.1%}"))
     if found.least_plain is not None:
-        table.add_row("minimum speed if nothing pays", f"{found.least_plain:.3f}")
+        table.append(("minimum speed if nothing pays", f"{found.least_plain:.3f}"))
     for name, texts in zip(("without", "with"), zip(*found.first_texts, strict=True), strict=True):
         median, least = (float(np.quantile(texts, share)) for share in (0.5, 0.05))
-        table.add_row(f"first text {name} stored estimates", f"{median:.3f} (5%: {least:.3f})")
-    show(table)
+        table.append((f"first text {name} stored estimates", f"{median:.3f} (5%: {least:.3f})"))
+    show_lines(table, f"{scenarios} scenarios, against the best fixed plan")
     if arguments.out is not None:
         configuration = {"scenarios": scenarios, "first": first}
         write_result(arguments.out, new_result("simulate", configuration, found=found))

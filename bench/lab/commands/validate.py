@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import median
 
 import typer
-from rich.table import Table
 
 from mlx_redrafter.bench.lab.options import add_out
 from mlx_redrafter.bench.lab.validation import LeftOut, leave_one_out, read_apple_sweeps
 from mlx_redrafter.bench.result_file import new_result, write_result
-from mlx_redrafter.cli.bench_output import show
+from mlx_redrafter.cli.bench_output import show_lines
 
 # Maximum median error of the step time, as a share of the measured time.
 MAX_ERROR = 0.15
@@ -29,10 +28,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     found = leave_one_out(read_apple_sweeps(arguments.sweeps))
-    show(_errors_table(found))
+    title = "step time, predicted from the other two chips and the chip's plain decoding"
+    show_lines(_errors_table(found), title)
     overall = median(abs(error) for one in found for error in one.errors)
     worst = min(best.share for one in found for best in one.best)
-    show(
+    typer.echo(
         f"median error of step time {overall:.1%} (bound {MAX_ERROR:.0%}); the predicted best "
         f"shape reaches at least {worst:.1%} of the best measured speedup (bound {MIN_SHARE:.0%})"
     )
@@ -42,13 +42,10 @@ def run(arguments: Namespace) -> None:
         raise typer.Exit(1)
 
 
-def _errors_table(found: Sequence[LeftOut]) -> Table:
-    title = "step time, predicted from the other two chips and the chip's plain decoding"
-    table = Table("chip", "rows", "median error", "median, signed", "largest", title=title)
+def _errors_table(found: Sequence[LeftOut]) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [("chip", "rows", "median error", "median, signed", "largest")]
     for one in found:
         largest = max(one.errors, key=abs)
-        table.add_row(
-            one.chip, str(len(one.errors)), f"{one.median_error:.1%}", f"{median(one.errors):+.1%}",
-            f"{largest:+.1%}",
-        )  # fmt: skip
+        shares = f"{one.median_error:.1%}", f"{median(one.errors):+.1%}", f"{largest:+.1%}"
+        table.append((one.chip, str(len(one.errors)), *shares))
     return table
