@@ -1,5 +1,6 @@
 """Heads while they learn: their first weights, and logits and drafts, which are decoding's."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,10 @@ def test_trained_heads(tmp_path, finished, cli, head, epochs):
     network = NetworkOptions(head, draft_vocab=300 if head == "eagle" else None)
     training = replace(earlier.training, epochs=epochs)
     request = replace(earlier, out=out, cache=earlier.cache_folder, network=network)
-    result = train_drafter(replace(request, training=training), Silent())
+    reporter = Silent()
+    result = train_drafter(replace(request, training=training), reporter)
+    # Nothing is missing but the inputs of the layers.
+    assert re.fullmatch(r"needs .*: reading .*, training .*, evaluation .*", reporter.lines[1])
     assert result.measured.tokens_per_step > 1.15
     used = check_drafts(cli, Path(request.model), out, "Once", "-m", 40, "--beam-length", 4)
     assert used["tokens_per_step"] > 1.1
