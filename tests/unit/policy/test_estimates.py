@@ -7,6 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mlx_redrafter.bench.lab.scenarios import make_scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText
 from mlx_redrafter.policy import plans
 from mlx_redrafter.policy.calibration import (
     WINDOW,
@@ -18,26 +20,6 @@ from mlx_redrafter.policy.calibration import (
 from mlx_redrafter.policy.plans import LENGTHS, PLANS, SIZES, TRUST, Guard, StepCosts, TimeRatios
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import Drafts, TokenTree
-
-
-def _random_drafts(rng: np.random.Generator) -> Drafts:
-    """A tree of 40 drafts in the proposer's order, three levels deep."""
-    scores, depths, parents = [], [], []
-    nodes = [(0.0, 0)]
-    left = [1.0]
-    for _ in range(40):
-        parent = int(rng.integers(len(nodes)))
-        score, depth = nodes[parent]
-        if depth == 3:
-            continue
-        q = left[parent] * rng.uniform(0.0, 0.9)
-        left[parent] -= q
-        nodes.append((score + math.log(max(q, 1e-30)), depth + 1))
-        left.append(1.0)
-        scores.append(nodes[-1][0])
-        depths.append(depth + 1)
-        parents.append(parent)
-    return Drafts(scores, depths, parents, list(range(len(scores))))
 
 
 def _siblings(*chances: float) -> Drafts:
@@ -55,11 +37,11 @@ def _learnt(stated: float, true: float, count: int = 300) -> Calibration:
 
 
 def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
+    rng, text = np.random.default_rng(0), SimulatedText(make_scenario(0))
+    for position in range(200):
         calibration = Calibration()
         calibration.weights = rng.normal(0.0, 4.0, 6)
-        drafts = _random_drafts(rng)
+        drafts = text.drafts(position, 4)
         found = calibration.probabilities(features_of(drafts), drafts.parents)
         reached = [1.0, *found]
         children: dict[int, list[float]] = {}
