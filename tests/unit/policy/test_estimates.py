@@ -107,8 +107,8 @@ def test_extreme_scores_stay_finite():
     assert np.isfinite(calibration.probabilities(features, drafts.parents)).all()
 
 
-CHEAP = StepCosts(
-    1.0, {size: 1 + 0.02 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.01, 2: 0.011}, 0.02
+COSTS = StepCosts(
+    1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
 )
 
 
@@ -127,7 +127,7 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 
 def _learn_drafts(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
-        expected.learn(scored, plans.CurrentCosts(CHEAP), 0.9)
+        expected.learn(scored, plans.CurrentCosts(COSTS), 0.9)
 
 
 def test_drafts_of_two_sources_are_merged():
@@ -180,11 +180,6 @@ def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability):
         _learn_drafts(expected, _chain(place, 1e-4))
         assert (expected.mean <= np.array(plans.COUNTS) + 1e-9).all()
         assert (expected.mean >= 0).all()
-
-
-COSTS = StepCosts(
-    1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
-)
 
 
 def _learn(ratios: TimeRatios, kind: int, ratio: float, times: int = 1) -> None:
