@@ -350,10 +350,7 @@ def test_plain_steps_without_a_network_are_all_counted():
 
 
 SLOTS, BATCH_TOKENS = 4, 60
-SMALL = dict.fromkeys((1, 2, 4), 0.01)
-COSTS = StepCosts(
-    1.0, {size: 1 + 0.02 * size for size in SIZES}, dict.fromkeys(SMALL, 0.0), SMALL, wait=0.02
-)
+COSTS = _costs()
 
 
 class WatchedMember(MemberPolicy):
