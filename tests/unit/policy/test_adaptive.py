@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
@@ -66,17 +65,6 @@ def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -
     policy = Watched(scenario.timed, before and before.state)
     policy.seconds = run_policy(SimulatedText(scenario), policy, start, start + TOKENS)
     return policy
-
-
-def test_the_regret_of_simulated_texts_is_small():
-    """One scenario of every kind of machine; `bench simulate` has hundreds."""
-    found: Any = simulate_regret(6)
-    assert found.median <= 0.03
-    assert found.p95 <= 0.08
-    assert found.worst <= 0.15
-    assert found.least_plain >= 0.98
-    without, stored = np.median(found.first_texts, axis=0)
-    assert stored >= max(0.95, without)
 
 
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding():
