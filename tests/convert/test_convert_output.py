@@ -26,7 +26,7 @@ from tests.convert import handmade
 from tests.convert.handmade import convert
 from tests.helpers.models import random_drafter
 
-WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
+WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 64, "vocab_size": 96}
 OUTPUT = ["README.md", "config.json", "model.safetensors"]
 
 
@@ -129,11 +129,14 @@ def test_failures_keep_the_earlier_output(source, monkeypatch):
     assert rename.call_count > 1
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_back_to_pytorch(source, bits):
+@pytest.mark.parametrize(
+    ("dtype", "bits", "tolerance"),
+    [("float32", None, 0), ("bfloat16", None, 0.005), ("float32", 4, 0.15), ("float32", 8, 0.01)],
+)
+def test_back_to_pytorch(source, dtype, bits, tolerance):
     options: Any = {} if bits is None else {"quantize": True, "q_bits": bits}
     mlx, back = source.parent / "mlx", source.parent / "back"
-    convert(source, mlx, dtype="float32", **options)
+    convert(source, mlx, dtype=dtype, **options)
     assert export_drafter(mlx, back) == ()
     assert read_config(back).items() >= WIDE.items()
     convert(back, source.parent / "again", dtype="float32")
@@ -142,8 +145,10 @@ def test_back_to_pytorch(source, bits):
     assert returned[1]["format"] == "pt"
     assert returned[0].keys() == original.keys()
     for name, value in original.items():
-        tolerance = {None: 0.0, 4: 0.15, 8: 0.01}[bits]
-        np.testing.assert_allclose(np.array(returned[0][name]), value, atol=tolerance, rtol=0)
+        found = returned[0][name]
+        assert str(found.dtype) == f"mlx.core.{dtype}"
+        wide = np.array(found.astype(mx.float32))
+        np.testing.assert_allclose(wide, value, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
