@@ -19,8 +19,6 @@ from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     NetworkOptions,
-    Student,
-    TokenSequence,
     compute_head_matrix,
     new_student,
     simulate,
@@ -33,7 +31,7 @@ from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.students.student_kinds import load_student
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training_options import HEADS, Head
+from mlx_redrafter.training_options import HEADS
 from tests.helpers.models import (
     quantize_wide,
     random_drafter,
@@ -43,16 +41,10 @@ from tests.helpers.models import (
 )
 from tests.models.tiny_models import build, tiny_config
 from tests.training.conftest import check_drafts
-from tests.training.pieces import Silent, drafted_texts, random_shard
+from tests.training.pieces import Silent, drafted_texts, initialised, random_shard, sequence
 
 VOCAB, LENGTH = 12, 4
 STUDENTS = {head: NetworkOptions(head, length=LENGTH) for head in HEADS}
-
-
-def _student(target: Target, head: Head) -> Student:
-    student = new_student(target, STUDENTS[head])
-    student.initialise(None, 3)
-    return student
 
 
 def _batch(shard: Shard) -> TrainingBatch:
@@ -65,7 +57,7 @@ def _batch(shard: Shard) -> TrainingBatch:
     ("head", "layers"), [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))]
 )
 def test_the_layers_of_a_head_are_read(target, head, layers):
-    student = _student(target, head)
+    student = initialised(target, STUDENTS[head])
     assert tuple(student.layers) == layers
     states = random_shard(target, student, [9]).states
     assert (states is not None) == bool(layers)
@@ -85,7 +77,7 @@ def test_a_reduced_head_has_rows_for_its_tokens(target):
 @pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])
 def test_logits_along_a_text_are_those_of_drafting(target, head):
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
-    student = _student(target, head)
+    student = initialised(target, STUDENTS[head])
     shard, network = random_shard(target, student, [9, 7]), student.network
     found = np.array(student.logits(network, _batch(shard)))
     states = shard.hidden if shard.states is None else shard.states
@@ -110,7 +102,7 @@ def test_logits_along_a_text_are_those_of_drafting(target, head):
 @pytest.mark.parametrize("head", [head for head in HEADS if head.startswith("d")])
 def test_gradients_are_true(target, head, monkeypatch):
     """In a random direction, against the difference of two losses."""
-    student = _student(target, head)
+    student = initialised(target, STUDENTS[head])
     batch = _batch(random_shard(target, student, [16]))
     counts = mx.sum(batch.weights, axis=0)
     # Without the confidence, through which no gradient flows.
@@ -134,7 +126,7 @@ def test_gradients_are_true(target, head, monkeypatch):
 
 @pytest.mark.parametrize("head", STUDENTS)
 def test_counted_steps_are_those_of_decoding(target, head):
-    student = _student(target, head)
+    student = initialised(target, STUDENTS[head])
     drafter = student.with_weights({}).network  # decoding hooks it
     options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
     calls = [([1, 2, 3], options), ([5, 4, 3, 2, 1, 6, 7], options)]
@@ -210,8 +202,7 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(stories, finished):
 
 
 def test_texts_with_nothing_to_draft_are_left_out(target):
-    short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
-    shard = read_sequences(target, [short], 4)
+    shard = read_sequences(target, [sequence([1, 2, 3], 2)], 4)
     student = RecurrentStudent(random_drafter(VOCAB, 32), target.modules.embed)
     found = simulate(student, [shard], 5)
     assert (found.steps, found.tokens_per_step) == (0, None)
@@ -243,15 +234,9 @@ def test_the_head_matrix_gives_the_targets_logits(name, bits):
     np.testing.assert_allclose(np.array(states @ head.T), np.array(logits - bias), atol=1e-3)
 
 
-def _drafter(target: Target, options: NetworkOptions, head: Any, seed: int = 0) -> Any:
-    student = new_student(target, options)
-    student.initialise(head, seed)
-    return student.network
-
-
 def test_a_wide_head_holds_the_targets_and_blocks_do_nothing(target):
     head = compute_head_matrix(target)
-    drafter = _drafter(target, NetworkOptions(), head)
+    drafter = initialised(target, NetworkOptions(), head).network
     assert drafter.config.exit_dim == 64
     assert not drafter.config.has_input_proj
     x = mx.random.normal((3, 64))
@@ -261,7 +246,7 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing(target):
 
 def test_a_narrow_head_is_the_nearest_of_its_rank(target):
     head = compute_head_matrix(target)
-    drafter = _drafter(target, NetworkOptions(exit_dim=8), head)
+    drafter = initialised(target, NetworkOptions(exit_dim=8), head).network
     assert drafter.config.has_input_proj
     weight = np.array(drafter.lm_head[-1].weight)
     full = np.array(head)
@@ -274,6 +259,6 @@ def test_a_narrow_head_is_the_nearest_of_its_rank(target):
 
 def test_the_seed_decides(target):
     options = NetworkOptions(exit_dim=8)
-    first, again, other = (_drafter(target, options, None, seed) for seed in (1, 1, 2))
+    first, again, other = (initialised(target, options, seed=seed).network for seed in (1, 1, 2))
     assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
     assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()
