@@ -88,6 +88,8 @@ def test_rows_beyond_one_block_break_the_bound(pair):
 @pytest.fixture
 def pairs(folders, tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # restored after the test
+    for script in (real_pairs, first_texts):
+        monkeypatch.setattr(script, "WARM_UP", 2)
     for folder in folders:
         shutil.copytree(folder, tmp_path / folder.name)
     (tmp_path / "prompts.txt").write_text("\n\n".join(["abc", "hello", "there", "once", "more"]))
