@@ -58,15 +58,6 @@ def test_the_folder_says_where_it_comes_from(source):
     assert str(source.parent) not in written
 
 
-def test_the_card_describes_the_drafter(source):
-    convert(source, source.parent / "out", quantize=True, q_bits=8)
-    card = (source.parent / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: mlx\n")
-    assert "| weights | 8 bits, groups of 64 |" in card
-    assert "| vocabulary | 96 |" in card
-    assert "converted from `source`" in card
-
-
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
 def test_quantisation_is_recorded_as_by_mlx_lm(source, bits, group_size):
     out = source.parent / "out"
@@ -230,6 +221,11 @@ def test_convert_by_command(source, tmp_path, cli):
     assert found.out.startswith(f"wrote {out}: hidden_size 64")
     assert "8 bits, groups of 64" in found.out
     assert read_config(out)["quantization"]["bits"] == 8
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: mlx\n")
+    assert "| weights | 8 bits, groups of 64 |" in card
+    assert "| vocabulary | 96 |" in card
+    assert "converted from `source`" in card
     assert cli("convert", source, mlx).code == 0
     assert "Apple's PyTorch code" in cli("convert", mlx, back, "--to", "pytorch").out
     assert cli("convert", back).code == 0
