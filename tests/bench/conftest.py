@@ -1,7 +1,6 @@
 """A tiny pair with a checkpoint folder each, as the benchmarks load them."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from mlx_redrafter.bench import forecast, turns
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.engine import engine
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama
+from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama, tiny_sizes
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +22,8 @@ def pair():
 def folders(pair, tmp_path_factory) -> tuple[Path, Path]:
     """The same pair as checkpoint folders, with a byte-level tokenizer."""
     (model, drafter), base = pair, tmp_path_factory.mktemp("pair")
-    config = {name: value for name, value in asdict(model.args).items() if value is not None}
-    write_checkpoint(base / "target", {**config, "eos_token_id": 0}, named_parameters(model))
+    config = tiny_sizes("llama", 264, 4096) | {"num_hidden_layers": 2, "eos_token_id": 0}
+    write_checkpoint(base / "target", config, named_parameters(model))
     fast_tokenizer()._tokenizer.save_pretrained(base / "target")
     save_drafter(drafter, base / "drafter")
     return base / "target", base / "drafter"
