@@ -1,14 +1,18 @@
 """A tiny pair with a checkpoint folder each, as the benchmarks load them."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mlx_redrafter.bench import forecast, turns
+from mlx_redrafter.bench.lab.__main__ import call
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.engine import engine
 from mlx_redrafter.proposers.checkpoint import save_drafter
+from tests.helpers.cli import Cli
 from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama, tiny_sizes
 
 
@@ -27,6 +31,24 @@ def folders(pair, tmp_path_factory) -> tuple[Path, Path]:
     fast_tokenizer()._tokenizer.save_pretrained(base / "target")
     save_drafter(drafter, base / "drafter")
     return base / "target", base / "drafter"
+
+
+@pytest.fixture
+def bench(cli: Cli) -> Cli:
+    """A function that runs a command of `redrafter-mlx bench`."""
+    return partial(cli, "bench")
+
+
+@pytest.fixture
+def run_lab(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs a command of the laboratory and returns its output."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        call([str(argument) for argument in arguments])
+        return "".join(capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -22,10 +22,9 @@ from mlx_redrafter.bench.lab.simulation import (
 )
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.plans import FixedPolicy
-from tests.bench.commands import run_lab
 
 
-def test_the_regret_of_simulated_texts_is_small_and_reproducible(tmp_path):
+def test_the_regret_of_simulated_texts_is_small_and_reproducible(tmp_path, run_lab):
     """One scenario of every kind of machine; the command has hundreds."""
     out = tmp_path / "s.json"
     assert "median" in run_lab("simulate", "--scenarios", 6, "-o", out)
