@@ -108,7 +108,7 @@ def _tree(*chances: float) -> TokenTree:
 
 
 def test_drafts_out_of_the_text_are_taken_where_they_promise_more():
-    policy = AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES}))
+    policy = _lookup_policy()
     assert policy.choose([]) is None
     assert policy.choose([0.05]) is None
     plan = policy.choose([0.9, 0.8, 0.7])
