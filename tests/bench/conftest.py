@@ -1,16 +1,19 @@
 """A tiny pair with a checkpoint folder each, as the benchmarks load them."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mlx_redrafter.bench import forecast, turns
+from mlx_redrafter.bench.lab.__main__ import call
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.engine import engine
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama
+from tests.helpers.cli import Cli
+from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama, tiny_sizes
 
 
 @pytest.fixture(scope="session")
@@ -23,11 +26,29 @@ def pair():
 def folders(pair, tmp_path_factory) -> tuple[Path, Path]:
     """The same pair as checkpoint folders, with a byte-level tokenizer."""
     (model, drafter), base = pair, tmp_path_factory.mktemp("pair")
-    config = {name: value for name, value in asdict(model.args).items() if value is not None}
-    write_checkpoint(base / "target", {**config, "eos_token_id": 0}, named_parameters(model))
+    config = tiny_sizes("llama", 264, 4096) | {"num_hidden_layers": 2, "eos_token_id": 0}
+    write_checkpoint(base / "target", config, named_parameters(model))
     fast_tokenizer()._tokenizer.save_pretrained(base / "target")
     save_drafter(drafter, base / "drafter")
     return base / "target", base / "drafter"
+
+
+@pytest.fixture
+def bench(cli: Cli) -> Cli:
+    """A function that runs a command of `redrafter-mlx bench`."""
+    return partial(cli, "bench")
+
+
+@pytest.fixture
+def run_lab(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs a command of the laboratory and returns its output."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        call([str(argument) for argument in arguments])
+        return "".join(capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The commands of `redrafter-mlx bench` and of the laboratory, end to end on a tiny pair."""
 
 import json
+import re
 import sys
 from functools import partial
 
@@ -19,7 +20,6 @@ from mlx_redrafter.cli.bench import GridOptions
 from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_shapes, parse_temps
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from tests.bench.commands import run, run_lab
 from tests.bench.test_report import make_run
 from tests.helpers.calls import at_call
 from tests.helpers.models import shared_path
@@ -28,34 +28,34 @@ pytestmark = pytest.mark.usefixtures("no_timing")
 
 
 @pytest.mark.parametrize(("temp", "beam"), [(0, "top_n w4 l5 n9"), (0.9, "beam w4 l5")])
-def test_compare(folders, prompts, tmp_path, temp, beam):
+def test_compare(folders, prompts, tmp_path, bench, temp, beam):
     out = tmp_path / "c.json"
     options = ["--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 4]
     options += ["--temp", temp, "--repeats", 1 if temp else 2, "-o", out]
     options += [] if temp else ["--stock-draft-model", folders[0]]
-    text = run("compare", *options)
-    assert beam in text
+    printed = bench("compare", *options)
+    assert beam in printed.out
     result = json.loads(out.read_text())
-    assert all(line in text for line in result["disturbances"])
+    assert all(line in printed.err for line in result["disturbances"])
     # A sampled text of stock mlx-lm has another random state.
     rows = {row["arm"]: row["num_different"] for row in result["rows"]}
     assert rows["auto"] == rows[beam] == 0
     assert temp or set(rows.values()) == {0}
     assert temp or len(result["runs"]) == 6 * 2 * 2
-    run("compare", *options, "--resume")
+    bench("compare", *options, "--resume")
     assert len(json.loads(out.read_text())["runs"]) == len(result["runs"])
 
 
 @pytest.mark.parametrize("command", ["speed", "compare", "sweep", "throughput"])
-def test_a_prompt_that_is_too_long_is_named(folders, tmp_path, command):
+def test_a_prompt_that_is_too_long_is_named(folders, tmp_path, bench, command):
     prompts = tmp_path / "p.txt"
     prompts.write_text("abc\n\n" + "abc " * 2000)
     options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts)
-    with pytest.raises(ConfigError, match=r"prompt 2 of .*p\.txt: the prompt has \d+ tokens, the "):
-        run(command, *options, "--out", tmp_path / "out")
+    found = bench(command, *options, "--out", tmp_path / "out").err
+    assert re.search(r"prompt 2 of .*p\.txt: the prompt has \d+ tokens, the ", found)
 
 
-def test_sweep(folders, tmp_path, monkeypatch):
+def test_sweep(folders, tmp_path, bench, monkeypatch):
     target, drafter = folders
     prompts, out = tmp_path / "p.jsonl", tmp_path / "sweep"
     prompts.write_text('{"turns": ["abc"], "category": "x", "question_id": 3}\n')
@@ -65,12 +65,12 @@ def test_sweep(folders, tmp_path, monkeypatch):
     )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install '.[plot]'" in run("sweep", *options)
+        assert "pip install '.[plot]'" in bench("sweep", *options).err
     result = json.loads((out / "sweep.json").read_text())
     assert len(result["points"]) == 2 * 8
     assert {point["row"]["num_different"] for point in result["points"]} == {0}
     pytest.importorskip("matplotlib")
-    run("sweep", *options, "--resume")
+    bench("sweep", *options, "--resume")
     assert len(list(out.glob("*.png"))) == 2 * 2
 
 
@@ -96,12 +96,12 @@ def test_lists_and_counts():
                 parse(text)
 
 
-def test_validation_of_the_prediction():
+def test_validation_of_the_prediction(run_lab):
     sweeps = shared_path("data/apple_sweeps")
     assert "median error of step time" in run_lab("validate", sweeps)
 
 
-def test_every_method_after_a_power_cut(folders, prompts, tmp_path, monkeypatch):
+def test_every_method_after_a_power_cut(folders, prompts, tmp_path, bench, monkeypatch):
     target, drafter = folders
     out = tmp_path / "t.json"
     options = (
@@ -116,10 +116,10 @@ def test_every_method_after_a_power_cut(folders, prompts, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         at_call(patch, speed, "_decode_by_stock", break_down)
         with pytest.raises(RuntimeError, match="power cut"):
-            run(*options)
+            bench(*options)
     before = json.loads(out.read_text())["runs"]
     assert {one["group"] for one in before} == {"T 0, batch 1"}
-    run(*options, "--resume")
+    bench(*options, "--resume")
     result = json.loads(out.read_text())
     assert result["kind"] == "throughput"
     assert result["runs"][: len(before)] == before

@@ -22,7 +22,6 @@ from mlx_redrafter.bench.turns import one_by_one
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.block import load as load_block
-from tests.bench.commands import run_lab
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import random_drafter
@@ -30,7 +29,7 @@ from tests.helpers.models import random_drafter
 pytestmark = pytest.mark.usefixtures("no_timing")
 
 
-def test_every_method_has_a_row_for_each_temperature(folders, tasks, tmp_path):
+def test_every_method_has_a_row_for_each_temperature(folders, tasks, tmp_path, run_lab):
     model, drafter = folders
     out = tmp_path / "methods.json"
     given = "--model", model, "--drafter", f"{drafter}=1x4,beam:2x3", "--drafter", "lookup"
@@ -88,6 +87,8 @@ def test_rows_beyond_one_block_break_the_bound(pair):
 @pytest.fixture
 def pairs(folders, tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # restored after the test
+    for script in (real_pairs, first_texts):
+        monkeypatch.setattr(script, "WARM_UP", 2)
     for folder in folders:
         shutil.copytree(folder, tmp_path / folder.name)
     (tmp_path / "prompts.txt").write_text("\n\n".join(["abc", "hello", "there", "once", "more"]))

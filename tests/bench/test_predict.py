@@ -20,7 +20,6 @@ from mlx_redrafter.bench.lab.commands.training import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.lab.validation import fit, read_apple_sweeps
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from tests.bench.commands import run_lab
 from tests.helpers.models import ROOT, shared_path
 
 SWEEPS = "data/apple_sweeps"
@@ -132,7 +131,7 @@ def test_every_chip_has_a_prediction():
 # Training
 
 
-def test_the_table_in_the_documentation_is_what_the_command_gives():
+def test_the_table_in_the_documentation_is_what_the_command_gives(run_lab):
     table = run_lab("training").strip()
     assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     head, _, *rows = table.splitlines()

@@ -17,13 +17,12 @@ from mlx_redrafter import load
 from mlx_redrafter.bench.openai_server import OpenAiServer, find_server
 from mlx_redrafter.bench.report import page
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.errors import ConfigError, DataError, RedrafterError, ResourceError
-from tests.bench.commands import run
+from mlx_redrafter.errors import DataError, RedrafterError, ResourceError
 from tests.helpers.fake_hub import serving_http
 from tests.server.serving import KEY, serving
 
 
-def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, no_timing):
+def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, bench, no_timing):
     """Every text of the default and of the server is plain decoding's, and what is published."""
     target, drafter = folders
     out, page = tmp_path / "mine" / "speed.json", tmp_path / "page.md"
@@ -33,9 +32,9 @@ def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, no_tim
     )  # fmt: skip
     with serving(Engine(*load(str(target), drafter=str(drafter)))) as served:
         beside = ("--server", f"ours={served.url}", "--api-key", KEY)
-        text = run("speed", *options, *beside)
+        text = bench("speed", *options, *beside).out
         before = out.read_text()
-        run("speed", *options, *beside, "--resume")
+        bench("speed", *options, *beside, "--resume")
     result = json.loads(out.read_text())
     assert result["runs"] == json.loads(before)["runs"]
     rows = [row for row in result["rows"] if not row["category"]]
@@ -53,7 +52,7 @@ def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, no_tim
 
     result["configuration"]["model"] = f"{Path.home()}/models/big"
     out.write_text(json.dumps(result))
-    run("share", out, "-o", page)
+    bench("share", out, "-o", page)
     written = page.read_text()
     assert written.startswith("# big on ")
     for private in (str(tmp_path), str(Path.home()), served.url, f"/{getpass.getuser()}/"):
@@ -62,11 +61,10 @@ def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, no_tim
         assert line in written
 
 
-def test_a_result_that_cannot_be_shared(tmp_path):
+def test_a_result_that_cannot_be_shared(tmp_path, bench):
     out = tmp_path / "r.json"
     out.write_text('{"kind": "speed", "machine": {}}')
-    with pytest.raises(DataError, match="expected"):
-        run("share", out, "-o", tmp_path / "page.md")
+    assert "expected" in bench("share", out, "-o", tmp_path / "page.md").err
     assert not (tmp_path / "page.md").exists()
 
 
@@ -90,18 +88,16 @@ def test_a_page_of_a_machine_without_a_home(monkeypatch):
         page(result)
 
 
-def test_settings_that_cannot_be(folders, tasks):
+def test_settings_that_cannot_be(folders, tasks, bench):
     out = tasks.with_name("out.json")
     options = ("--model", folders[0], "--prompts", tasks, "--batch-sizes", 5, "--out", out)
-    with (
-        _answering(b'{"data": [{"id": "m"}]}') as url,
-        pytest.raises(ConfigError, match="a different name for every --server"),
-    ):
-        run("speed", *options, "--server", f"a={url}", "--server", f"a={url}")
-    with pytest.raises(ConfigError, match="expected at least 5 prompts for a batch of 5, got 4"):
-        run("speed", *options)
-    with pytest.raises(ConfigError, match="give a file with more or longer prompts"):
-        run("speed", *options[:4], "--contexts", "4k")
+    with _answering(b'{"data": [{"id": "m"}]}') as url:
+        twice = bench("speed", *options, "--server", f"a={url}", "--server", f"a={url}")
+    assert "a different name for every --server" in twice.err
+    few = bench("speed", *options).err
+    assert "expected at least 5 prompts for a batch of 5, got 4" in few
+    long = bench("speed", *options[:4], "--contexts", "4k").err
+    assert "give a file with more or longer prompts" in long
     assert not out.exists()  # which the next call would have to resume
 
 

@@ -55,25 +55,6 @@ def test_a_pickle_without_an_archive(source):
     assert "before PyTorch 1.6; save it again" in refusal(source)
 
 
-class Evil:
-    """Pickles to a call of any function."""
-
-    def __init__(self, function: object, *arguments: object):
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> object:
-        return self.call
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 5])
-@pytest.mark.parametrize(
-    ("function", "argument"),
-    [(os.system, "touch executed"), (eval, "open('executed', 'w')"), (exec, "1/0"), (open, "x")],
-)
-def test_nothing_is_called(source, protocol, function, argument):
-    refused_pickle(source, pickle.dumps({"x": Evil(function, argument)}, protocol))
-
-
 def test_the_function_is_named_and_the_user_is_warned(source):
     message = refused_pickle(source, state_dict({"rnn_u.bias": SYSTEM}))
     assert "asks for 'posix.system'" in message
@@ -89,6 +70,7 @@ def test_the_function_is_named_and_the_user_is_warned(source):
         b"ccollections\nOrderedDict.__init__\n",
         b"c__main__\nDrafter\n)\x81",
         text("os") + text("system") + b"\x93",
+        text("builtins") + text("eval") + b"\x93(" + text("open('executed', 'w')") + b"tR",
         b"(" + text("touch executed") + b"ios\nsystem\n",
         b"(cos\nsystem\n" + text("touch executed") + b"o",
         b"Pan id\n",

@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.convert.recognition import inspect_checkpoint
@@ -89,12 +88,7 @@ def test_out_of_a_models_own_files(stories, tmp_path, monkeypatch, cli):
     assert kind in " ".join(shown.split())
     assert "vocab_size: 512" in shown
     assert "--drafter FOLDER" in (out / "README.md").read_text()
-    model, tokenizer, module = load(folder, drafter=out)
-    options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}
-    plain, drafted = (
-        generate(model, tokenizer, "Lily", drafter=one, **options) for one in (None, module)
-    )
-    assert drafted == plain
+    assert_same_weights(load_mtp(out), load_mtp(folder))
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's 64"):
         convert(out, tmp_path / "other", target=stories.folder)
     stated = read_config(out)["conversion"]
@@ -209,22 +203,17 @@ def test_a_block_drafter_may_be_in_a_file_of_torch(tmp_path):
 def test_small_layers_are_never_quantised(link, tmp_path):
     sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
     save_drafter(random_block(block_config(97, 32, has_confidence=True, **sizes)), tmp_path / "in")
-    options: Any = {"quantize": True, "q_bits": 8, "q_group_size": 32}
-    convert(tmp_path / "in", tmp_path / "out", **options)
+    convert(tmp_path / "in", tmp_path / "out", quantize=True, q_bits=8, q_group_size=32)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 8}
     network = load_block(tmp_path / "out")
     assert network.layers[0].self_attn.q_proj.bits == 8
     small = [name for name in named_parameters(network) if name.endswith("scales")]
     assert not [n for n in small if "conv" in n or "selector" in n or "confidence" in n]
-    with pytest.raises(CheckpointError, match="quantised already"):
-        convert(tmp_path / "out", tmp_path / "again", **options)
 
 
-def test_what_a_block_drafter_cannot_have_is_refused(tmp_path, cli):
+def test_inspection_describes_block_drafters(tmp_path, cli):
     layout = next(iter(LAYOUTS.values()))
     source = write(tmp_path / "source", tensors(layout), layout.config)
-    with pytest.raises(ConfigError, match="is not for a block drafter"):
-        convert(source, tmp_path / "out", rnn_activation="silu")
     assert "mask_token_id" in cli("convert", source).out
     change_config(source, num_hidden_layers=7)
     assert "cannot be converted" in inspect_checkpoint(source).kind

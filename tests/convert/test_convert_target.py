@@ -83,26 +83,20 @@ def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
     return batch_tokens(engine.stream_batch(PROMPTS, max_tokens=40), len(PROMPTS))
 
 
-def test_quantised_drafters_keep_texts(convert_fitted, stories, tmp_path):
-    plain = decode(stories, None)
-    formats: list[dict[str, Any]] = [
-        {"dtype": "float32"},
-        {"dtype": "float16"},
-        {"dtype": "float32", "quantize": True, "q_bits": 8},
-        {"dtype": "float32", "quantize": True},
-    ]
-    for options in formats:
-        assert convert_fitted(**options).provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
-        assert decode(stories, load_drafter(tmp_path / "out")) == plain
-
-
-def test_a_fitting_drafter_is_calibrated(convert_fitted, tmp_path):
-    conversion = convert_fitted()
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, {}, {"dtype": "float32", "quantize": True, "q_bits": 8},
+        {"dtype": "float32", "quantize": True}],
+)  # fmt: skip
+def test_fitting_drafters_are_calibrated_and_keep_texts(convert_fitted, stories, tmp_path, options):
+    conversion = convert_fitted(**options)
+    drafter = load_drafter(tmp_path / "out")
     assert conversion.warnings == ()
     assert conversion.provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
     assert conversion.provenance["target"] == "stories260k"
-    assert load_drafter(tmp_path / "out").config == conversion.config
+    assert drafter.config == conversion.config
     assert conversion.config.inverse_temperature != 1
+    assert decode(stories, drafter) == decode(stories, None)
 
 
 def test_the_recurrence_is_the_one_that_the_target_accepts_most(

@@ -5,7 +5,8 @@ First those of recurrent drafters, then Medusa heads.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
-from mlx_redrafter.convert.export import export_drafter  # noqa: E402
 from mlx_redrafter.device_read import to_ints  # noqa: E402
 from mlx_redrafter.proposers.medusa import load as load_medusa  # noqa: E402
 from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
@@ -100,15 +100,14 @@ def as_views(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return views
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
-    """All formats of one variant, and all variants in one format."""
-    for variant in VARIANTS:
-        for file_format in FORMATS if variant == "rnn-proj" else FORMATS[:1]:
-            for dtype in DTYPES:
-                yield variant, file_format, dtype
+# All formats and dtypes of one variant, and all variants in one format.
+CASES = [
+    *product(["rnn-proj"], FORMATS, DTYPES),
+    *product(list(VARIANTS)[1:], FORMATS[:1], DTYPES[:1]),
+]
 
 
-@pytest.mark.parametrize(("variant", "file_format", "dtype"), list(cases()))
+@pytest.mark.parametrize(("variant", "file_format", "dtype"), CASES)
 def test_probabilities_are_torchs(tmp_path, variant, file_format, dtype):
     config, is_tensorrt = VARIANTS[variant], variant.startswith("tensorrt")
     state_dict = random_state_dict(config, dtype)
@@ -159,22 +158,6 @@ def check_probabilities(drafter: Drafter, published: Recurrent) -> None:
         expected = torch.softmax(logits, dim=-1).numpy()
         found = np.exp(np.array(drafter.log_probs(mx.array(hidden.numpy()), state)))
         np.testing.assert_allclose(found, expected, atol=1e-7, rtol=5e-5)
-
-
-def test_what_comes_back_from_mlx_is_what_torch_loads(tmp_path):
-    config = VARIANTS["rnn-proj"]
-    state_dict = random_state_dict(config, "bfloat16")
-    handmade.write_config(tmp_path / "source", config)
-    write(tmp_path / "source", state_dict, "zip")
-    handmade.convert(tmp_path / "source", tmp_path / "mlx", dtype="bfloat16")
-    export_drafter(tmp_path / "mlx", tmp_path / "back")
-    returned = load_file(tmp_path / "back" / "model.safetensors")
-    assert returned.keys() == state_dict.keys()
-    for name, value in state_dict.items():
-        assert returned[name].dtype == torch.bfloat16
-        assert torch.equal(returned[name], value)
-    values = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {key: values[key] for key in config} == config
 
 
 # Medusa heads

@@ -1,6 +1,6 @@
 """A tokenizer, a reporter, and texts that several tests use."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_redrafter import Engine
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import Student, TokenSequence
+from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from tests.helpers.models import tiny_qwen3
@@ -69,15 +69,26 @@ class Silent:
         self.lines.append(message)
 
 
+def sequence(tokens: Iterable[int], given: int = 0) -> TokenSequence:
+    """A text of which all tokens but the first ``given`` are drafted."""
+    ids = np.array(list(tokens), np.int32)
+    return TokenSequence(ids, np.arange(len(ids)) >= given)
+
+
 def random_texts(
     lengths: Sequence[int], size: int = 64, given: int = 1, seed: int = 0
 ) -> list[TokenSequence]:
-    """Random texts, of which all tokens but the first ``given`` are drafted."""
     rng = np.random.default_rng(seed)
-    return [
-        TokenSequence(rng.integers(0, size, n).astype(np.int32), np.arange(n) >= given)
-        for n in lengths
-    ]
+    return [sequence(rng.integers(0, size, n), given) for n in lengths]
+
+
+def initialised(
+    target: Target, options: NetworkOptions, head: mx.array | None = None, seed: int = 3
+) -> Student:
+    """A new student with its first weights, which begin with the target's head if it is given."""
+    student = new_student(target, options)
+    student.initialise(head, seed)
+    return student
 
 
 def random_shard(target: Target, student: Student, lengths: Sequence[int], kept: int = 4) -> Shard:
@@ -105,8 +116,8 @@ def drafted_texts(
     turns = zip(*zip_longest(*streams), strict=True)  # which all advance together
     for (prompt, _), turn in zip(calls, turns, strict=True):
         responses = [response for response in turn if response is not None]
-        text = np.array([*prompt, *(response.token for response in responses)], np.int32)
-        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
+        text = [*prompt, *(response.token for response in responses)]
+        sequences.append(sequence(text, len(prompt)))
         tokens += len(responses) - 1
         steps += responses[-1].steps
     return sequences, tokens, steps

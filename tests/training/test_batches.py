@@ -24,6 +24,7 @@ from mlx_redrafter.training.teacher_cache import (
     pack_sequences,
 )
 from mlx_redrafter.training_options import Head, NetworkOptions
+from tests.training.pieces import sequence
 
 H, K, L = 2, 2, 3
 
@@ -41,13 +42,6 @@ def _shard(sequences: list[TokenSequence], first: int) -> Shard:
     )
 
 
-def _sequence(start: int, trained: list[int]) -> TokenSequence:
-    count = len(trained)
-    return TokenSequence(
-        np.arange(start, start + count, dtype=np.int32), np.array(trained, dtype=np.bool_)
-    )
-
-
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4),
     st.integers(2, 5),
@@ -55,7 +49,8 @@ def _sequence(start: int, trained: list[int]) -> TokenSequence:
 def test_windows_are_whole_written_stretches(texts, length):
     trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
     starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
-    shard = replace(_shard([_sequence(0, trained.tolist())], 0), starts=mx.array(starts))
+    shard = _shard([sequence(range(len(trained)))], 0)
+    shard = replace(shard, is_trained=mx.array(trained), starts=mx.array(starts))
     found = find_draftable_steps(shard, length)
     for text, start in zip(texts, starts, strict=False):
         for t in range(len(text)):
@@ -68,9 +63,9 @@ def test_windows_are_whole_written_stretches(texts, length):
 @pytest.fixture
 def cache(tmp_path: Path) -> TeacherCache:
     cache = TeacherCache(tmp_path, {"target": "none"})
-    cache.save("train", 0, _shard([_sequence(100, [0, 1, 1, 1, 1]), _sequence(105, [1, 1])], 0))
-    cache.save("train", 1, _shard([_sequence(107, [1] * 9)], 7))
-    cache.save("train", 2, _shard([_sequence(116, [0, 0, 0])], 16))  # nothing to learn
+    cache.save("train", 0, _shard([sequence(range(100, 105), 1), sequence(range(105, 107))], 0))
+    cache.save("train", 1, _shard([sequence(range(107, 116))], 7))
+    cache.save("train", 2, _shard([sequence(range(116, 119), 3)], 16))  # nothing to learn
     return cache
 
 
@@ -108,7 +103,7 @@ def test_a_share_of_the_positions_drafts_in_an_epoch(cache):
 
 def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path):
     cache = TeacherCache(tmp_path, {"target": "none"})
-    cache.save("train", 0, _shard([_sequence(100, [0] * 7 + [1] * 9), _sequence(116, [1] * 16)], 0))
+    cache.save("train", 0, _shard([sequence(range(100, 116), 7), sequence(range(116, 132))], 0))
     order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, share=3 / 16))
     drawn = set()
     for batch in map(order.batch, range(8)):
@@ -135,7 +130,7 @@ def test_order_depends_on_seed_and_step_alone(cache):
 
 def test_a_group_mixes_distant_shards(tmp_path, monkeypatch):
     cache = TeacherCache(tmp_path, {"target": "none"})
-    shards = [_shard([_sequence(0, [1] * 9)], 0) for _ in range(12)]
+    shards = [_shard([sequence(range(9))], 0) for _ in range(12)]
     for number, shard in enumerate(shards):
         cache.save("train", number, shard)
     size = sum(array.nbytes for array in shards[0].arrays().values())
@@ -148,7 +143,7 @@ def test_a_group_mixes_distant_shards(tmp_path, monkeypatch):
 
 def test_inputs_of_layers_fill_groups(tmp_path, monkeypatch):
     cache = TeacherCache(tmp_path, {"target": "none"})
-    shard = _shard([_sequence(0, [1] * 9)], 0)
+    shard = _shard([sequence(range(9))], 0)
     for number in range(4):
         states = mx.zeros((9, 3 * H), mx.float16)
         cache.save("train", number, replace(shard, states=states), layers=(0, 1, 2))
@@ -173,11 +168,10 @@ def test_tokens_without_a_row_join_the_tail():
 
 
 def test_the_most_frequent_tokens_are_kept():
-    sequence = TokenSequence(np.array([5, 5, 3, 3, 3, 2], np.int32), np.ones(6, np.bool_))
-    assert select_frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
-    prompt = TokenSequence(np.array([6] * 9 + [5], np.int32), np.arange(10) > 8)
-    assert select_frequent_tokens([prompt, sequence], [7], 3, 8).tolist() == [3, 5, 7]
-    assert select_frequent_tokens([prompt, sequence], [7], 5, 8).tolist() == [2, 3, 5, 6, 7]
+    text, prompt = sequence([5, 5, 3, 3, 3, 2]), sequence([6] * 9 + [5], 9)
+    assert select_frequent_tokens([text], [7], 3, 8).tolist() == [3, 5, 7]
+    assert select_frequent_tokens([prompt, text], [7], 3, 8).tolist() == [3, 5, 7]
+    assert select_frequent_tokens([prompt, text], [7], 5, 8).tolist() == [2, 3, 5, 6, 7]
 
 
 def test_a_large_vocabulary_is_sliced():
@@ -196,6 +190,6 @@ def test_a_large_vocabulary_is_sliced():
 
 def test_too_short_texts_are_refused(tmp_path):
     cache = TeacherCache(tmp_path, {})
-    cache.save("train", 0, _shard([_sequence(0, [1, 1])], 0))
+    cache.save("train", 0, _shard([sequence(range(2))], 0))
     with pytest.raises(DataError, match="expected texts of more than 3 tokens"):
         BatchOrder(cache, "train", BatchOptions(L, 4, seed=1))

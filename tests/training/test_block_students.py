@@ -12,11 +12,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.along_text import read_blocks
-from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
-from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
-from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
 from tests.helpers.block import block_config, random_block
 from tests.training.conftest import check_drafts, curve_of, small_request
@@ -109,15 +106,8 @@ def test_an_earlier_drafter_is_trained_further(earlier, tmp_path):
         with pytest.raises(ConfigError, match=f"for --head {head}, found one for --head dspark"):
             train_drafter(replace(start, network=replace(network, head=head)), Silent())
     training = replace(earlier.training, epochs=1)
-    network = replace(network, head="dspark")
-    more = replace(start, network=network, training=training)
+    more = replace(start, network=replace(network, head="dspark"), training=training)
     result = train_drafter(more, Silent())
     # The length is the earlier drafter's, and so is what it knows.
     assert result.measured.steps
     assert curve_of(more.out)[0] > 1.2
-    quantised = BlockNetwork(result.student.network.config)
-    quantize_drafter(quantised, 8, 32)
-    write_drafter(quantised, tmp_path / "quantised")
-    network = replace(network, start_from=str(tmp_path / "quantised"))
-    with pytest.raises(ConfigError, match="which is quantised"):
-        train_drafter(replace(more, out=tmp_path / "third", network=network), Silent())

@@ -133,19 +133,9 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences():
     assert "*hm" not in tokenizer.decode(second.tokens.tolist())
 
 
-class ThinkingTokenizer(WordTokenizer):
-    """Its template puts a thought before the last reply alone, as that of Qwen3."""
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        *earlier, last = messages
-        if last["role"] == "assistant":
-            last = {**last, "content": f"*hm {last['content']}"}
-        return super().apply_chat_template([*earlier, last], **options)
-
-
 def test_two_replies_in_a_row_keep_tokens_and_marks_together():
-    tokenizer = ThinkingTokenizer()
-    chat = _chat("user: q", "assistant: a1", "assistant: a2")
+    tokenizer = ForgetfulTokenizer()
+    chat = _chat("user: q", "assistant: *hm a1", "assistant: *hm a2")
     first, second = _encoder(tokenizer).encode(chat)
     assert _trained_text(first, tokenizer) == "*hm a1 </s>"
     assert len(second.tokens) == len(second.is_trained)

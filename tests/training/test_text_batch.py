@@ -17,7 +17,6 @@ from mlx_redrafter.training import (
     Teacher,
     TeacherCache,
     TextGenerator,
-    TokenSequence,
     train_drafter,
 )
 from mlx_redrafter.training.data import Chat, Document
@@ -30,7 +29,7 @@ from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
-from tests.training.pieces import MODELS, Silent, WordTokenizer, kept_of
+from tests.training.pieces import MODELS, Silent, WordTokenizer, kept_of, sequence
 
 STOP = 7
 
@@ -62,7 +61,7 @@ def test_every_pass_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt):
         answer(target, jobs, [8] * 32, [], stop)
     assert counts == [0], "after the first part of the prompts"
-    texts = [TokenSequence(np.ones(90, np.int32), np.ones(90, np.bool_)) for _ in range(20)]
+    texts = [sequence([1] * 90)] * 20
     read: list[int] = []
     read_sequences(target, texts, 4, (), read.append)
     assert read == [512, 208, 512, 208, 360], "of 8 texts at once, 64 tokens of each"

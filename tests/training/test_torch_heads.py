@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import NetworkOptions, Student, new_student
+from mlx_redrafter.training import NetworkOptions, Student
 from mlx_redrafter.training.batches import divide, find_draftable_steps, gather
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
 from mlx_redrafter.training_options import HEADS, RECIPES, Head
@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from tests.helpers import torch_heads  # noqa: E402
-from tests.training.pieces import random_shard  # noqa: E402
+from tests.training.pieces import initialised, random_shard  # noqa: E402
 from tests.training.test_loss import Case  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -112,8 +112,7 @@ def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
     options = NetworkOptions(head, length=LENGTH, exit_dim=exit_dim)
     if "layers" in HEADS[head]:
         options = replace(options, layers=LAYERS)
-    student = new_student(target, options)
-    student.initialise(None, 3)
+    student = initialised(target, options)
     network = student.network
     mx.random.seed(4)
     network.update(tree_map(lambda v: v + 0.1 * mx.random.normal(v.shape), network.parameters()))

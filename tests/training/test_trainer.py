@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import DataOptions, NetworkOptions, TrainingOptions, train_drafter
+from mlx_redrafter.training import NetworkOptions, TrainingOptions, train_drafter
 from mlx_redrafter.training import trainer as trainer_module
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.files import load_arrays, save_arrays
@@ -32,7 +32,8 @@ from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training_options import RECIPES, Head, Recipe
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import shared_model, tiny_llama
+from tests.helpers.models import tiny_llama
+from tests.training.conftest import small_request
 from tests.training.pieces import Silent, random_texts
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
@@ -209,14 +210,12 @@ TIMEOUT = 250
 
 
 def _train(text: Path, out: Path) -> None:
-    more: Any = {"num_evaluations": 3, "patience": 99, "checkpoint_seconds": 0}
-    options: Any = {
-        "network": NetworkOptions(exit_dim=64, layers=1),
-        "data_options": DataOptions(tokens=800, answer_tokens=32, held_out=4),
-        "training": TrainingOptions(epochs=2, batch_tokens=64, **more),
-    }
-    model = str(shared_model("stories260k"))
-    train_drafter(TrainingRequest(model, out, data=[text], resume=True, **options), Silent())
+    request = small_request(text, out)
+    data = replace(request.data_options, tokens=800, answer_tokens=32, held_out=4)
+    often = replace(request.training, epochs=2, batch_tokens=64, patience=99, checkpoint_seconds=0)
+    network = NetworkOptions(exit_dim=64, layers=1)
+    request = replace(request, network=network, data_options=data, training=often, resume=True)
+    train_drafter(request, Silent())
 
 
 def _start(*paths: Path) -> SpawnProcess:

@@ -29,11 +29,6 @@ VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
 OPTIONS = {"max_tokens": 16}
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER, str(tmp_path))

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
@@ -68,17 +67,6 @@ def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -
     return policy
 
 
-def test_the_regret_of_simulated_texts_is_small():
-    """One scenario of every kind of machine; `bench simulate` has hundreds."""
-    found: Any = simulate_regret(6)
-    assert found.median <= 0.03
-    assert found.p95 <= 0.08
-    assert found.worst <= 0.15
-    assert found.least_plain >= 0.98
-    without, stored = np.median(found.first_texts, axis=0)
-    assert stored >= max(0.95, without)
-
-
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding():
     first = _decode(_scenario(-8.0))
     second = _decode(_scenario(-8.0), first, TOKENS)
@@ -120,7 +108,7 @@ def _tree(*chances: float) -> TokenTree:
 
 
 def test_drafts_out_of_the_text_are_taken_where_they_promise_more():
-    policy = AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES}))
+    policy = _lookup_policy()
     assert policy.choose([]) is None
     assert policy.choose([0.05]) is None
     plan = policy.choose([0.9, 0.8, 0.7])
@@ -350,10 +338,7 @@ def test_plain_steps_without_a_network_are_all_counted():
 
 
 SLOTS, BATCH_TOKENS = 4, 60
-SMALL = dict.fromkeys((1, 2, 4), 0.01)
-COSTS = StepCosts(
-    1.0, {size: 1 + 0.02 * size for size in SIZES}, dict.fromkeys(SMALL, 0.0), SMALL, wait=0.02
-)
+COSTS = _costs()
 
 
 class WatchedMember(MemberPolicy):

@@ -7,6 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mlx_redrafter.bench.lab.scenarios import make_scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText
 from mlx_redrafter.policy import plans
 from mlx_redrafter.policy.calibration import (
     WINDOW,
@@ -18,26 +20,6 @@ from mlx_redrafter.policy.calibration import (
 from mlx_redrafter.policy.plans import LENGTHS, PLANS, SIZES, TRUST, Guard, StepCosts, TimeRatios
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import Drafts, TokenTree
-
-
-def _random_drafts(rng: np.random.Generator) -> Drafts:
-    """A tree of 40 drafts in the proposer's order, three levels deep."""
-    scores, depths, parents = [], [], []
-    nodes = [(0.0, 0)]
-    left = [1.0]
-    for _ in range(40):
-        parent = int(rng.integers(len(nodes)))
-        score, depth = nodes[parent]
-        if depth == 3:
-            continue
-        q = left[parent] * rng.uniform(0.0, 0.9)
-        left[parent] -= q
-        nodes.append((score + math.log(max(q, 1e-30)), depth + 1))
-        left.append(1.0)
-        scores.append(nodes[-1][0])
-        depths.append(depth + 1)
-        parents.append(parent)
-    return Drafts(scores, depths, parents, list(range(len(scores))))
 
 
 def _siblings(*chances: float) -> Drafts:
@@ -55,11 +37,11 @@ def _learnt(stated: float, true: float, count: int = 300) -> Calibration:
 
 
 def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
+    rng, text = np.random.default_rng(0), SimulatedText(make_scenario(0))
+    for position in range(200):
         calibration = Calibration()
         calibration.weights = rng.normal(0.0, 4.0, 6)
-        drafts = _random_drafts(rng)
+        drafts = text.drafts(position, 4)
         found = calibration.probabilities(features_of(drafts), drafts.parents)
         reached = [1.0, *found]
         children: dict[int, list[float]] = {}
@@ -125,8 +107,8 @@ def test_extreme_scores_stay_finite():
     assert np.isfinite(calibration.probabilities(features, drafts.parents)).all()
 
 
-CHEAP = StepCosts(
-    1.0, {size: 1 + 0.02 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.01, 2: 0.011}, 0.02
+COSTS = StepCosts(
+    1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
 )
 
 
@@ -145,7 +127,7 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 
 def _learn_drafts(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
-        expected.learn(scored, plans.CurrentCosts(CHEAP), 0.9)
+        expected.learn(scored, plans.CurrentCosts(COSTS), 0.9)
 
 
 def test_drafts_of_two_sources_are_merged():
@@ -198,11 +180,6 @@ def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability):
         _learn_drafts(expected, _chain(place, 1e-4))
         assert (expected.mean <= np.array(plans.COUNTS) + 1e-9).all()
         assert (expected.mean >= 0).all()
-
-
-COSTS = StepCosts(
-    1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
-)
 
 
 def _learn(ratios: TimeRatios, kind: int, ratio: float, times: int = 1) -> None:
