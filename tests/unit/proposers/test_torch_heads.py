@@ -31,7 +31,13 @@ from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import drafts_after_any_steps, flight_of
-from tests.helpers.models import change_config, layer_inputs, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import (
+    change_config,
+    draw_weights,
+    layer_inputs,
+    tiny_llama,
+    wrapped_tokenizer,
+)
 from tests.helpers.oracles import node_paths
 from tests.models.tiny_models import build, tiny_config
 from tests.unit.target.test_tree_cache import assert_same_rows
@@ -204,15 +210,10 @@ SHORT_PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4), DraftPlan.of(3, 2, 
 
 
 def new_network(**changes: Any) -> SpecFormer:
-    """A random one, whose norms are not trivial."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "vocab_size": VOCAB}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
     values = {**sizes, **heads, "captured_layers": LAYERS, "num_slots": SLOTS, **changes}
-    mx.random.seed(0)
-    network = SpecFormer(SpecFormerConfig(**values))
-    network.apply(lambda x: x + 0.2 * mx.random.normal(x.shape))
-    mx.eval(network.parameters())
-    return network
+    return draw_weights(SpecFormer(SpecFormerConfig(**values)))
 
 
 def specformer_head(network: SpecFormer) -> torch_heads.Head:
