@@ -69,15 +69,14 @@ def _assert_scores(
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
     scores = [0.0, *tree.read().scores]
     assert tokens[0] == text[-1]
-    (first,) = head(torch.from_numpy(np.array(states)), text[1:], [])
-    assert (torch.arange(len(first)) + to_ids)[first.argmax()].item() in tokens[1:]
-    for node, path in enumerate(node_paths(parents)[1:], start=1):
+    for path in (path for path in node_paths(parents) if path[-1] not in parents):
         drafts = [tokens[above] for above in path[1:-1]]
-        logits = head(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
-        log_probs = logits.log_softmax(-1)
-        (row,) = (torch.arange(len(logits)) + to_ids == tokens[node]).nonzero()[0].tolist()
-        found = scores[node] - scores[parents[node]]
-        assert found == pytest.approx(log_probs[row].item(), abs=TOLERANCE)
+        levels = head(torch.from_numpy(np.array(states)), text[1:], drafts)
+        ids = (torch.arange(len(levels[0])) + to_ids).tolist()
+        for node, logits in zip(path[1:], levels, strict=True):
+            expected = logits.log_softmax(-1)[ids.index(tokens[node])].item()
+            assert scores[node] - scores[parents[node]] == pytest.approx(expected, abs=TOLERANCE)
+    assert ids[levels[0].argmax()] in tokens[1:]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
