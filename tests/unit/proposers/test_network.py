@@ -29,20 +29,6 @@ VOCAB_SIZE, HIDDEN_SIZE = 67, 32
 FEW, NARROW = 30, 8
 
 
-def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias():
-    linear: Any = {"rnn_activation": "identity", "rnn_first_step_bias": False}
-    drafter = random_drafter(VOCAB_SIZE, NARROW, **linear)
-    weights = NumpyDrafter(drafter).weights
-    e = np.random.default_rng(0).standard_normal((2, NARROW))
-    first = weights["rnn_w.weight"] @ e[0]
-    second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
-    second += weights["rnn_u.bias"]
-    rows = [drafter.project_input(mx.array(row[None].astype(np.float32))) for row in e]
-    start = drafter.start(rows[0])
-    for state, expected in ((start, first), (drafter.advance(start, rows[1]), second)):
-        np.testing.assert_allclose(np.array(state)[0], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_draft_top_k_masks_as_apples_warp_logits():
     drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
     state, hidden = mx.ones((2, NARROW)), mx.ones((NARROW,))
