@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
@@ -120,9 +120,6 @@ def test_no_config_contradicts_its_tensors(name, tmp_path):
 def test_drafters_for_other_targets_are_refused():
     tokenizer = wrapped_tokenizer(VOCAB)
     target = Target(tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS))
-    deep = random_block(block_config(VOCAB, 32, captured_layers=(0, 5)))
-    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 3 .* found 5"):
-        deep.check_fit(target, tokenizer)
     other = random_block(block_config(VOCAB, 32, num_target_layers=9))
     with pytest.raises(CheckpointError, match=r"expected a model of 9 layers, .* found one of 4"):
         other.check_fit(target, tokenizer)
