@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.calls import at_call
+from tests.helpers.cli import python
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import ids, stock_tokens, tokens
 from tests.helpers.few_shapes import compile_passes
@@ -190,9 +190,7 @@ print("written")
 
 
 def test_neither_threads_that_have_ended_nor_open_streams_disturb_the_end_of_the_process():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = python("-c", SCRIPT, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
 
 
