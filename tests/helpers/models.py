@@ -45,11 +45,6 @@ def shared_path(name: str) -> Path:
     return path
 
 
-def shared_model(name: str) -> Path:
-    """Folder of a trained model beside the repository; skips the test where there is none."""
-    return shared_path(f"models/{name}")
-
-
 def change_config(folder: Path, name: str = "config.json", /, **values: Any) -> None:
     """Change values of a JSON file."""
     path = folder / name

@@ -32,7 +32,7 @@ from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training_options import RECIPES, Head, Recipe
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import shared_model, tiny_llama
+from tests.helpers.models import shared_path, tiny_llama
 from tests.training.pieces import Silent, random_texts
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
@@ -215,7 +215,7 @@ def _train(text: Path, out: Path) -> None:
         "data_options": DataOptions(tokens=800, answer_tokens=32, held_out=4),
         "training": TrainingOptions(epochs=2, batch_tokens=64, **more),
     }
-    model = str(shared_model("stories260k"))
+    model = str(shared_path("models/stories260k"))
     train_drafter(TrainingRequest(model, out, data=[text], resume=True, **options), Silent())
 
 
