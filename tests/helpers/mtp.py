@@ -50,10 +50,8 @@ def family_config(model_type: str) -> dict[str, Any]:
     elif model_type == "nemotron_h":
         values |= {"hybrid_override_pattern": ["M", "E", "*"], "num_key_value_heads": 2}
         values |= {"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1}
-        values |= {"intermediate_size": 48, "moe_intermediate_size": 32, "n_routed_experts": 4}
-        values |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-        values |= {"moe_shared_expert_intermediate_size": 40, "norm_topk_prob": True}
-        values |= {"attention_bias": False, "mlp_bias": False, "layer_norm_epsilon": 1e-5}
+        values |= {"intermediate_size": 48, "n_routed_experts": 4, "n_group": 1, "mlp_bias": False}
+        values |= {"moe_shared_expert_intermediate_size": 40}
     elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
         values |= {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-6}
     return values
