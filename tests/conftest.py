@@ -25,7 +25,7 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.costs import fix_costs
-from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model, tiny_llama
+from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_path, tiny_llama
 
 # Step times of tiny models are of no use to the user who runs the tests.
 CACHE = Path(tempfile.mkdtemp(prefix="redrafter-tests-"))
@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
 
 def _load(name: str) -> Trained:
-    folder = shared_model(name)
+    folder = shared_path(f"models/{name}")
     model, tokenizer, _ = load(folder)
     vocab_size, hidden_size = model["model"]["embed_tokens"].weight.shape
     return Trained(folder, model, tokenizer, random_drafter(vocab_size, hidden_size))

@@ -181,25 +181,6 @@ def test_the_core_does_not_know_mlx_lm():
     assert offenders == []
 
 
-def _reachable(room: str) -> set[str]:
-    """Rooms that the modules of a room import, and those import, and so on."""
-    found, waiting = set(), [module for module in SOURCES if _room(module) == room]
-    while waiting:
-        for imported in _edges()[waiting.pop()]:
-            if imported in SOURCES and imported not in found:
-                found.add(imported)
-                waiting.append(imported)
-    return {_room(module) for module in found} - {room, ""}
-
-
-def test_decoding_knows_no_proposer_and_no_policy():
-    assert _reachable("decoding") == {"ground", "trees", "target"}
-
-
-def test_trees_stand_on_the_ground():
-    assert _reachable("trees") == {"ground"}
-
-
 # The phases of a step, in order; each fits on a screen, its docstring left out.
 PHASES, SCREEN = ["request", "draft", "read", "select", "verify", "commit"], 25
 

@@ -5,13 +5,12 @@
 Axes: H hidden size, V vocabulary, S captured layers, r rank of a link.
 """
 
-import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.helpers.published_heads import Shapes, layer_shapes
+from tests.helpers.published_heads import Shapes, layer_shapes, seeded
 
 Floats = NDArray[np.float32]
 Config = dict[str, Any]
@@ -261,38 +260,24 @@ LAYOUTS: dict[str, Layout] = {
 REDUCED_IDS = np.arange(REDUCED) * 2 + 1
 
 
-def draw(name: str, shape: tuple[int, ...]) -> Floats:
-    """Draw numbers of unit variance that depend on a name alone."""
-    generator = np.random.default_rng(zlib.crc32(name.encode()))
-    return generator.standard_normal(shape).astype(np.float32)
-
-
-def tensor(layout: Layout, name: str) -> NDArray[Any]:
-    """Make a tensor: matrices of unit gain, norms around one, tables of a reduced head."""
-    shape = layout.shapes[name]
-    if name == "d2t":
-        return (REDUCED_IDS - np.arange(REDUCED)).astype(np.int64)
-    if name == "t2d":
-        return np.isin(np.arange(VOCAB), REDUCED_IDS)
-    values = draw(name, shape)
-    if name.endswith(("norm.weight", "norm_enc.weight")):
-        offset = 0.0 if layout.config.get("model_type") == "qwen3_5" else 1.0
-        return offset + 0.2 * values
-    if name == "layer_scalar" or len(shape) == 1:
-        return (0.8 + 0.1 * values).astype(np.float32)
-    return (values * shape[-1] ** -0.5).astype(np.float32)
-
-
 def tensors(layout: Layout) -> dict[str, NDArray[Any]]:
-    return {name: tensor(layout, name) for name in layout.shapes}
+    """Draw matrices of unit gain, and norms around one; the tables of a reduced head are given."""
+    drawn: dict[str, NDArray[Any]] = seeded(layout.shapes, 1)
+    if layout.config.get("model_type") == "qwen3_5":
+        drawn = {name: values - float("norm" in name) for name, values in drawn.items()}
+    if "d2t" in drawn:
+        drawn["d2t"] = REDUCED_IDS - np.arange(REDUCED)
+        drawn["t2d"] = np.isin(np.arange(VOCAB), REDUCED_IDS)
+    return drawn
 
 
 def states(count: int) -> Floats:
-    """Make the target's states of the first tokens, shape (count, S H)."""
-    return np.stack([draw(f"state {i}", (TAPPED * HIDDEN,)) for i in range(count)])
+    """Draw the target's states of the first tokens, shape (count, S H)."""
+    drawn = np.random.RandomState(2).standard_normal((count, TAPPED * HIDDEN))
+    return drawn.astype(np.float32)
 
 
 def target_tables() -> tuple[Floats, Floats]:
-    """Make the target's input embedding and its head, both of shape (V, H)."""
-    scale = HIDDEN**-0.5
-    return draw("embedding", (VOCAB, HIDDEN)), draw("head", (VOCAB, HIDDEN)) * np.float32(scale * 3)
+    """Draw the target's input embedding and its head, both of shape (V, H)."""
+    drawn = seeded(dict.fromkeys(("embedding", "head"), (VOCAB, HIDDEN)), 3)
+    return drawn["embedding"], 3 * drawn["head"]

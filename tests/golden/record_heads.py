@@ -1,8 +1,8 @@
 """Recorder of outputs of heads in the packages that publish them; see `published_heads`.
 
 `python -m tests.golden.record_heads` writes the file. It needs torch, transformers, mlx-vlm and
-speculators. Recorded on 2026-11-26 with torch 2.13.0, transformers 5.24.0, mlx-vlm 0.7.10 and
-speculators 0.9.0.
+speculators. Recorded on 2026-11-26, MTP modules on 2026-11-30, with torch 2.13.0, transformers
+5.24.0, mlx-vlm 0.7.10 and speculators 0.9.0.
 """
 
 import copy

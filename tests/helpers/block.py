@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_map_with_path
-
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
+from tests.helpers.models import draw_weights
 
 # Fields of the config for each link.
 LINKS: dict[str, dict[str, Any]] = {
@@ -31,19 +29,4 @@ def block_config(vocab_size: int, hidden_size: int, **changes: Any) -> BlockConf
 
 
 def random_block(config: BlockConfig, seed: int = 0) -> BlockNetwork:
-    """Make a network with random weights of unit gain."""
-    network = BlockNetwork(config)
-    keys = iter(mx.random.split(mx.random.key(seed), 256))
-
-    def draw(path: str, leaf: mx.array) -> mx.array:
-        if path == "token_ids":
-            return leaf
-        noise = mx.random.normal(leaf.shape, key=next(keys))
-        if leaf.ndim < 2:
-            return leaf + 0.2 * noise
-        return noise * leaf.shape[-1] ** -0.5
-
-    network.update(tree_map_with_path(draw, network.parameters()))
-    mx.eval(network.parameters())
-    network.eval()
-    return network
+    return draw_weights(BlockNetwork(config), seed)

@@ -32,29 +32,27 @@ MOST_LINES = 10
 MOST_CHARACTERS = 1100
 # Documented exit codes: success, failure or difference, wrong usage, Ctrl-C.
 CODES = (0, 1, 2, 130)
-# Arguments with which each command would do its work.
+# Arguments with which each command would do its work, and end in seconds.
 COMMANDS: dict[str, list[str]] = {
     "generate": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
     "chat": ["--model", "model", "--drafter", "drafter"],
-    "serve": ["--model", "model", "--drafter", "drafter", "--port", "0"], "advise": ["model"],
+    "serve": ["--model", "model", "--drafter", "drafter", "--port", "0"],
+    "advise": ["model", "--chip", "M1 Max"],
     "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
-    "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
+    "train": ["--model", "model", "--data", "text.txt", "--out", "new", "--dry-run", "--tokens",
+        "200"],
     "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
-    "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt", "--out",
+        "new", "--widths", "1", "--lengths", "2", "-m", "2"],
+    "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt",
+        "--shapes", "1x3", "-m", "2", "--repeats", "1"],
     "bench speed": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench share": ["text.txt", "-o", "new.md"],
-    "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt",
+        "--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"],
     "run": ["model", "Hi", "-m", "2"], "try": ["model", "-m", "2"],
     "launch": ["claude", "--model", "model", "--print"], "list": [], "show": ["model"],
     "pull": ["nobody/nothing"], "rm": ["nobody/nothing"],
-}  # fmt: skip
-# Options with which a long command ends in seconds.
-SHORT: dict[str, list[str]] = {
-    "advise": ["--chip", "M1 Max"], "train": ["--dry-run", "--tokens", "200"],
-    "bench sweep": ["--out", "new", "--widths", "1", "--lengths", "2", "-m", "2"],
-    "bench compare": ["--shapes", "1x3", "-m", "2", "--repeats", "1"],
-    "bench throughput": ["--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"],
 }  # fmt: skip
 VALUES = (
     "", " ", "-", "--", "-1", "0", "1", "3", "1e999", "nan", "-inf", "0x10", "1_0", "٣", "true",
@@ -117,7 +115,7 @@ def make_call(number: int) -> Call:
     """Make a call: half of them are hostile command lines, half read a damaged file."""
     chance = random.Random(number)
     name = chance.choice(sorted(COMMANDS))
-    words = [*COMMANDS[name], *SHORT.get(name, [])]
+    words = list(COMMANDS[name])
     harm, damage = "", lambda: None
     if chance.random() < 0.5:
         for _ in range(chance.randint(1, 3)):

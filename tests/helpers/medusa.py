@@ -23,9 +23,7 @@ def random_medusa(
 ) -> Medusa:
     """Untrained heads with one block each, in float32."""
     values = {"num_layers": 1, **config}
-    network = Medusa(MedusaConfig(vocab_size, hidden_size, num_heads, **values))
-    draw_weights(network)
-    return network
+    return draw_weights(Medusa(MedusaConfig(vocab_size, hidden_size, num_heads, **values)))
 
 
 def fitted_medusa(model: nn.Module, text: Sequence[int], num_heads: int = 4) -> Medusa:

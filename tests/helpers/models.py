@@ -45,11 +45,6 @@ def shared_path(name: str) -> Path:
     return path
 
 
-def shared_model(name: str) -> Path:
-    """Folder of a trained model beside the repository; skips the test where there is none."""
-    return shared_path(f"models/{name}")
-
-
 def change_config(folder: Path, name: str = "config.json", /, **values: Any) -> None:
     """Change values of a JSON file."""
     path = folder / name
@@ -141,23 +136,21 @@ def random_drafter(
     values = DrafterConfig(
         vocab_size, hidden_size, exit_dim or 2 * hidden_size, num_draft_layers, rnn, **config
     )
-    drafter = Drafter(values)
-    draw_weights(drafter, seed, dtype)
-    return drafter
+    return draw_weights(Drafter(values), seed, dtype)
 
 
-def draw_weights(network: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.float32) -> None:
-    """Give all parameters of a drafter normal values, but the token ids of its rows."""
+def draw_weights(network: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Any:
+    """Give all parameters of a drafter but token ids normal values, around 1 for norms."""
     keys = mx.random.split(mx.random.key(seed), 64)
     weights = named_parameters(network)
     assert len(weights) <= len(keys)
     for (name, leaf), key in zip(weights.items(), keys, strict=False):
         if name != "token_ids":
             drawn = mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)
-            weights[name] = drawn.astype(dtype)
+            weights[name] = (drawn + ("norm" in name)).astype(dtype)
     network.load_weights(list(weights.items()))
     mx.eval(network.parameters())
-    network.eval()
+    return network.eval()
 
 
 def expand(

@@ -1,6 +1,6 @@
 """Tiny models of all families with MTP modules, and their modules as they are published.
 
-Axes: H hidden size, E experts, I their width.
+Axes: n tokens, H hidden size.
 """
 
 import copy
@@ -14,9 +14,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import mimo
 
-from mlx_redrafter.checkpoint_files import write_checkpoint
+from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
+from mlx_redrafter.proposers.mtp.families import model_of_layers
 from tests.helpers.models import randomised
-from tests.helpers.published_heads import Shapes, mlp_shapes
+from tests.helpers.published_heads import Shapes, seeded
 from tests.models.tiny_models import tiny_config
 
 # The config of a tiny MiMo, and what the names of its module begin with.
@@ -49,116 +50,45 @@ def family_config(model_type: str) -> dict[str, Any]:
     elif model_type == "nemotron_h":
         values |= {"hybrid_override_pattern": ["M", "E", "*"], "num_key_value_heads": 2}
         values |= {"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1}
-        values |= {"intermediate_size": 48, "moe_intermediate_size": 32, "n_routed_experts": 4}
-        values |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-        values |= {"moe_shared_expert_intermediate_size": 40, "norm_topk_prob": True}
-        values |= {"attention_bias": False, "mlp_bias": False, "layer_norm_epsilon": 1e-5}
+        values |= {"intermediate_size": 48, "n_routed_experts": 4, "n_group": 1, "mlp_bias": False}
+        values |= {"moe_shared_expert_intermediate_size": 40}
     elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
         values |= {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-6}
     return values
 
 
-def _attention(config: Mapping[str, Any], has_gate: bool, has_bias: bool) -> Shapes:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    size = config.get("head_dim", hidden // heads)
-    rows = config["num_key_value_heads"] * size
-    shapes: Shapes = {"o_proj.weight": (hidden, heads * size)}
-    if config["model_type"] != "mimo":
-        shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
-    for name, width in (("q", heads * size * (2 if has_gate else 1)), ("k", rows), ("v", rows)):
-        shapes[f"{name}_proj.weight"] = (width, hidden)
-        if has_bias:
-            shapes[f"{name}_proj.bias"] = (width,)
+def _names(config: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Published names: the norms of embedding and state, what joins both, and the last norm."""
+    if config["model_type"] == "mimo":  # as in vLLM's ``mimo_mtp.py``
+        return "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+    if config["model_type"].startswith("qwen"):
+        return "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    if config["model_type"] == "nemotron_h":
+        return "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"
+    return "enorm", "hnorm", "eh_proj", "shared_head.norm"
+
+
+def _layer_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Shapes of the layers, which mlx-lm names as published except experts and latent attention."""
+    shapes: Shapes = {}
+    for number, layer in enumerate(model_of_layers(config).layers):
+        parameters = named_parameters(layer).items()
+        shapes |= {f"layers.{number}.{name}": tensor.shape for name, tensor in parameters}
+    for name in [name for name in shapes if "switch_mlp" in name]:
+        (num, rows, columns), own = shapes.pop(name), name.replace("switch_mlp", "experts")
+        own = own.replace("fc1", "up_proj").replace("fc2", "down_proj")
+        if config["model_type"] != "qwen3_5_moe":
+            shapes |= {own.replace("experts", f"experts.{e}"): (rows, columns) for e in range(num)}
+        elif "gate" in own:
+            shapes[own.replace("gate_proj.weight", "gate_up_proj")] = (num, 2 * rows, columns)
+        elif "down" in own:
+            shapes[own.removesuffix(".weight")] = (num, rows, columns)
+    attention = "layers.0.self_attn"
+    if f"{attention}.embed_q.weight" in shapes:
+        heads, rank, keys = shapes.pop(f"{attention}.embed_q.weight")
+        _, values, _ = shapes.pop(f"{attention}.unembed_out.weight")
+        shapes[f"{attention}.kv_b_proj.weight"] = (heads * (keys + values), rank)
     return shapes
-
-
-def _latent_attention(config: Mapping[str, Any]) -> Shapes:
-    hidden, heads, value = (config[k] for k in ("hidden_size", "num_attention_heads", "v_head_dim"))
-    rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-    queries, keys = config["q_lora_rank"], config["kv_lora_rank"]
-    shapes: Shapes = {
-        "q_a_proj": (queries, hidden), "q_a_layernorm": (queries,),
-        "q_b_proj": (heads * (nope + rope), queries),
-        "kv_a_proj_with_mqa": (keys + rope, hidden), "kv_a_layernorm": (keys,),
-        "kv_b_proj": (heads * (nope + value), keys), "o_proj": (hidden, heads * value),
-    }  # fmt: skip
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _mimo_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden = config["hidden_size"]
-    names = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    return {
-        **{f"{name}.weight": (hidden,) for name in names},
-        "input_proj.weight": (hidden, 2 * hidden),
-        **{f"self_attn.{n}": s for n, s in _attention(config, False, True).items()},
-        **mlp_shapes("mlp", hidden, config["intermediate_size"]),
-    }
-
-
-def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    vocab, num = config["vocab_size"], config["n_routed_experts"]
-    if config["model_type"] == "glm4_moe":
-        attention = _attention(config, False, config["attention_bias"])
-    else:
-        attention = _latent_attention(config)
-    shapes: Shapes = {
-        "embed_tokens.weight": (vocab, hidden), "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,), "shared_head.head.weight": (vocab, hidden),
-        "mlp.gate.weight": (num, hidden), "mlp.gate.e_score_correction_bias": (num,),
-        **mlp_shapes("mlp.shared_experts", hidden, width * config["n_shared_experts"]),
-        **{f"self_attn.{name}": shape for name, shape in attention.items()},
-    }  # fmt: skip
-    for e in range(num):
-        shapes |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
-    return shapes
-
-
-def _qwen_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, num = config["hidden_size"], config.get("num_experts", 0)
-    block = {f"self_attn.{n}": s for n, s in _attention(config, True, False).items()}
-    if num:
-        width = config["moe_intermediate_size"]
-        block |= {"mlp.gate.weight": (num, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
-        block |= mlp_shapes("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
-        if config["model_type"] == "qwen3_5_moe":
-            block["mlp.experts.gate_up_proj"] = (num, 2 * width, hidden)
-            block["mlp.experts.down_proj"] = (num, hidden, width)
-        else:
-            for e in range(num):
-                block |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
-    else:
-        block |= mlp_shapes("mlp", hidden, config["intermediate_size"])
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    return {
-        "fc.weight": (hidden, 2 * hidden),
-        **{f"{name}.weight": (hidden,) for name in norms},
-        **{f"layers.0.{name}": shape for name, shape in block.items()},
-    }
-
-
-def _nemotron_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, num = config["hidden_size"], config["n_routed_experts"]
-    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config["head_dim"]
-    shapes: Shapes = {
-        "0.enorm.weight": (hidden,), "0.hnorm.weight": (hidden,),
-        "0.eh_proj.weight": (hidden, 2 * hidden), "0.norm.weight": (hidden,),
-        "0.mixer.q_proj.weight": (heads * size, hidden),
-        "0.mixer.k_proj.weight": (keys * size, hidden),
-        "0.mixer.v_proj.weight": (keys * size, hidden),
-        "0.mixer.o_proj.weight": (hidden, heads * size), "1.norm.weight": (hidden,),
-        "1.final_layernorm.weight": (hidden,), "1.mixer.gate.weight": (num, hidden),
-        "1.mixer.gate.e_score_correction_bias": (num,),
-    }  # fmt: skip
-    widths = {f"experts.{e}": config["moe_intermediate_size"] for e in range(num)}
-    widths["shared_experts"] = config["moe_shared_expert_intermediate_size"]
-    for name, width in widths.items():
-        shapes[f"1.mixer.{name}.up_proj.weight"] = (width, hidden)
-        shapes[f"1.mixer.{name}.down_proj.weight"] = (hidden, width)
-    return {f"layers.{name}": shape for name, shape in shapes.items()}
 
 
 def prefix_of(config: Mapping[str, Any]) -> str:
@@ -172,21 +102,18 @@ def prefix_of(config: Mapping[str, Any]) -> str:
 
 def module_tensors(config: Mapping[str, Any] = MIMO) -> dict[str, mx.array]:
     """Random float32 weights of an MTP module under their published names."""
-    is_qwen = config["model_type"].startswith("qwen")
-    offset = 0.0 if is_qwen else 1.0
-    if config["model_type"] == "nemotron_h":
-        shapes = _nemotron_shapes(config)
-    else:
-        others = _mimo_shapes if config["model_type"] == "mimo" else _deepseek_shapes
-        shapes = _qwen_shapes(config) if is_qwen else others(config)
-        inner = "layers.0." if is_qwen else ""
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{inner}{name}.weight"] = (config["hidden_size"],)
-    keys = mx.random.split(mx.random.key(8), len(shapes))
+    hidden, has_layers = config["hidden_size"], prefix_of(config) == "mtp."
+    *norms, join, last = (f"{name}.weight" for name in _names(config))
+    shapes = {**dict.fromkeys((*norms, last), (hidden,)), join: (hidden, 2 * hidden)}
+    for name, shape in _layer_shapes(config).items():
+        shapes[name if has_layers else name.removeprefix("layers.0.")] = shape
+    if last.startswith("shared_head"):  # which the target has, too
+        tables = ("embed_tokens.weight", "shared_head.head.weight")
+        shapes |= dict.fromkeys(tables, (config["vocab_size"], hidden))
+    offset = float(config["model_type"].startswith("qwen"))
     return {
-        prefix_of(config) + name: mx.random.normal(shape, scale=shape[-1] ** -0.5, key=key)
-        + (offset if "norm" in name else 0.0)
-        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+        prefix_of(config) + name: mx.array(drawn) - (offset if "norm" in name else 0.0)
+        for name, drawn in seeded(shapes, 8).items()
     }
 
 
@@ -209,7 +136,7 @@ class TorchModule:
         self.torch, self.eps = torch, config["rms_norm_eps"]
         model_type = config["model_type"]
         self.is_qwen = model_type.startswith("qwen")
-        start = prefix_of(config)
+        self.names, start = _names(config), prefix_of(config)
         self.weights = {
             n.removeprefix(start): torch.from_numpy(np.array(t)) for n, t in tensors.items()
         }
@@ -251,14 +178,10 @@ class TorchModule:
         """Inputs of the head, and what is fed back, for pairs of h and e, shape (n, 2 H)."""
         torch = self.torch
         h, e = (part.float() for part in torch.from_numpy(pairs).chunk(2, dim=-1))
-        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        if self.is_mimo:  # as in vLLM's ``mimo_mtp.py``
-            names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        if self.is_qwen:
-            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        parts = [self.norm(e, names[0]), self.norm(h, names[1])]
+        embedding, hidden, join, last = self.names
+        parts = [self.norm(e, embedding), self.norm(h, hidden)]
         joined = torch.cat(parts[::-1] if self.is_mimo else parts, dim=-1)
-        x = (joined @ self.weights[f"{names[2]}.weight"].T)[None]
+        x = (joined @ self.weights[f"{join}.weight"].T)[None]
         n = x.shape[1]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         positions = torch.arange(n)[None]
@@ -269,5 +192,5 @@ class TorchModule:
                 position_ids=positions,
                 position_embeddings=self.rope(x, positions),
             )[0]
-        normed = self.norm(y, names[3])
+        normed = self.norm(y, last)
         return normed, normed if self.is_qwen or self.is_mimo else y

@@ -57,17 +57,17 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
+def write_head(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Write a random head with the published names, shapes and dtypes; its tensors."""
     layer = {**LAYER, "model_type": "llama", "num_hidden_layers": layout.num_layers, **layout.layer}
     is_nested = "speculators_model_type" in layout.config
     config = {"transformer_layer_config": layer} if is_nested else layer
-    tensors = random_tensors(layout, layer, seed)
+    tensors = random_tensors(layout, layer)
     write(folder, tensors, {**config, **layout.config})
     return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> published_heads.Tensors:
+def random_tensors(layout: Layout, layer: Mapping[str, Any]) -> published_heads.Tensors:
     """Draw the tensors of a head by their published names."""
     if layout.version == 1:
         shapes = published_heads.layer_shapes(layer, HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
@@ -82,11 +82,8 @@ def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> publi
     if layout.prefix == "layers.0":
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     shapes = {name.replace("layers.0", layout.prefix): shape for name, shape in shapes.items()}
-    tensors = published_heads.seeded(shapes, seed)
-    if layout.version == 3:
-        tensors["lm_head.weight"] *= 3
-        tensors |= published_heads.draft_vocabulary(seed)
-    return tensors
+    draw = published_heads.seeded if layout.version == 1 else published_heads.eagle_3_tensors
+    return draw(shapes, seed=0)
 
 
 def published_head(

@@ -141,10 +141,12 @@ def eagle_3_shapes(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> Shapes
     return shapes
 
 
-def draft_vocabulary(seed: int) -> Tensors:
-    """Draw the token ids of a head's rows, as EAGLE-3 stores them."""
+def eagle_3_tensors(shapes: Shapes, seed: int) -> Tensors:
+    """Draw the tensors of an EAGLE-3 head, and the token ids of its rows as it stores them."""
+    tensors = seeded(shapes, seed)
+    tensors["lm_head.weight"] *= 3
     used = np.sort(np.random.RandomState(seed).permutation(VOCAB)[:DRAFT_VOCAB])
-    return {"d2t": used - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), used)}
+    return tensors | {"d2t": used - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), used)}
 
 
 def speculators_head(name: str) -> Tensors:
@@ -154,9 +156,7 @@ def speculators_head(name: str) -> Tensors:
     shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     if config["speculators_model_type"] == "peagle":
         shapes["mask_hidden"] = (1, 1, 3 * HIDDEN)
-    tensors = seeded(shapes, 3)
-    tensors["lm_head.weight"] *= 3
-    return tensors | draft_vocabulary(4)
+    return eagle_3_tensors(shapes, 3)
 
 
 def text_and_states() -> tuple[list[int], np.ndarray]:

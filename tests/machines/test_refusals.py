@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -23,6 +21,7 @@ from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.line import Do, Frame
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import ADAPTER_FILES, check_family, digests, split
+from tests.helpers.cli import python
 from tests.machines.test_launch import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
@@ -166,9 +165,7 @@ def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path):
     waits = "import time\nfrom mlx_redrafter.cli import machines\nmachines.START_SECONDS = 0.1\n"
     waits += "with machines._limited():\n    time.sleep(60)\n"
     variables = {**os.environ, "MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}
-    ended = subprocess.run(
-        [sys.executable, "-c", waits], env=variables, stderr=subprocess.PIPE, text=True
-    )
+    ended = python("-c", waits, env=variables)
     assert ended.returncode == 1
     assert ended.stderr.startswith("redrafter-mlx: rank 0 (there) did not connect within 0.1 s; ")
     assert ended.stderr.count("\n") == 1

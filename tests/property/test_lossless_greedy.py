@@ -20,7 +20,7 @@ from tests.golden.record_fixed_shapes import SHAPES as RECORDED_SHAPES
 from tests.helpers import equality
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
-from tests.helpers.models import quantize_wide, random_drafter, shared_model
+from tests.helpers.models import quantize_wide, random_drafter, shared_path
 from tests.helpers.oracles import are_equal, logits_of_tree
 
 GOLDEN_TOKENS = 200
@@ -52,7 +52,7 @@ def golden_tokens(stories: Trained) -> list[equality.Scored]:
 
 
 def test_stock_mlx_lm_and_plain_decoding_write_the_published_text(stories, golden_tokens):
-    published = (shared_model("stories260k") / "golden.txt").read_text(encoding="utf-8")
+    published = (shared_path("models/stories260k") / "golden.txt").read_text(encoding="utf-8")
     assert stories.tokenizer.decode(ids(golden_tokens)) == published
     options = {"tokenizer": stories.tokenizer, "max_tokens": GOLDEN_TOKENS}
     responses = list(stream(stories.model, [BOS], **options))

@@ -16,7 +16,7 @@ from mlx_redrafter.training import (
     train_drafter,
 )
 from tests.helpers.cli import Cli
-from tests.helpers.models import shared_model, shared_path, tiny_llama
+from tests.helpers.models import shared_path, tiny_llama
 from tests.training.pieces import Silent
 
 SEPARATOR = "<|endoftext|>"
@@ -41,7 +41,7 @@ def target() -> Target:
 def small_request(stories: Path, out: Path) -> TrainingRequest:
     """Request a run of some seconds."""
     return TrainingRequest(
-        model=str(shared_model("stories260k")),
+        model=str(shared_path("models/stories260k")),
         out=out,
         data=[stories],
         data_options=DataOptions(tokens=8000, answer_tokens=64, held_out=8),

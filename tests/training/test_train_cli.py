@@ -41,7 +41,7 @@ from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest
 from tests.helpers.cli import Cli, Result
 from tests.helpers.equality import ids, stock_tokens
-from tests.helpers.models import ROOT, random_drafter, shared_model
+from tests.helpers.models import ROOT, random_drafter, shared_path
 from tests.models.tiny_models import WINDOW, build, tiny_config, windowed_config
 from tests.training.conftest import check_drafts, curve_of
 from tests.training.pieces import Silent
@@ -49,7 +49,7 @@ from tests.training.pieces import Silent
 
 @pytest.fixture
 def model() -> Path:
-    return shared_model("stories260k")
+    return shared_path("models/stories260k")
 
 
 @pytest.fixture

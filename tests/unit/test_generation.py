@@ -37,26 +37,19 @@ def _scripted(stock: list[Scored], accuracy: float = 0.85) -> Scripted:
     return Scripted(ids(stock), VOCAB_SIZE, accuracy)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 20])
+@pytest.mark.parametrize("position", [0, 1, 6, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_max_tokens_cuts_inside_a_step(model, stock, max_tokens, shape):
-    expected = list(mlx_lm.stream_generate(model, TOKENIZER, PROMPT, max_tokens=max_tokens))
-    found = list(stream(model, PROMPT, _scripted(stock), max_tokens=max_tokens, **shape))
-    _assert_same_responses(expected, found, max_tokens)
-
-
-@pytest.mark.parametrize("position", [0, 1, 3, 11])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_stop_token_cuts_inside_a_step(model, stock, position, shape):
+def test_a_limit_or_a_stop_token_cuts_inside_a_step(model, stock, position, shape):
     stop = ids(stock)[position]
-    tokenizer, first = wrapped_tokenizer(VOCAB_SIZE, {stop}), ids(stock).index(stop)
-    for limit in (-1, first + 1):
+    end = ids(stock).index(stop) + 1
+    for stops, limit in ((set(), end), ({stop}, -1), ({stop}, end)):
+        tokenizer = wrapped_tokenizer(VOCAB_SIZE, stops)
         expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
-        assert expected[-1].finish_reason == "stop"
+        assert (expected[-1].finish_reason == "stop") == bool(stops)
         for drafter in (_scripted(stock), None):
             options = {"tokenizer": tokenizer, "max_tokens": limit, **(shape if drafter else {})}
             found = list(stream(model, PROMPT, drafter, **options))
-            _assert_same_responses(expected, found, first + 1)
+            _assert_same_responses(expected, found, end)
 
 
 def _assert_same_responses(

@@ -1,8 +1,6 @@
 """`load`: what it returns, and the order of its checks; importing without a back end."""
 
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +17,7 @@ from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.helpers.calls import at_call
-from tests.helpers.cli import run
+from tests.helpers.cli import python, run
 from tests.helpers.models import change_tensors, random_drafter
 
 
@@ -108,10 +106,7 @@ except ImportError as error:
 
 
 def test_no_back_end():
-    done = subprocess.run(
-        [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
-    )
-    (line,) = done.stdout.splitlines()
+    (line,) = python("-c", NO_BACKEND, check=True).stdout.splitlines()
     assert "mlx[cpu]" in line
     assert "mlx[cuda13]" in line
 

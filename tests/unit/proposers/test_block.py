@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
@@ -100,18 +100,16 @@ def test_bad_files_are_refused_in_one_line(case, tmp_path):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_config_contradicts_its_tensors(name, tmp_path):
     """Other numbers than the tensors have, and flags in words, are refused by their keys."""
-    config = json.loads(json.dumps(LAYOUTS[name].config))
+    config = LAYOUTS[name].config
     load_block(write(tmp_path, name))
-    for place in (config, *(one for one in config.values() if isinstance(one, dict))):
-        for key, value in place.items():
-            if key not in STATED:
-                continue
-            place[key] = str(value) if isinstance(value, bool) else value + 1
-            (tmp_path / "config.json").write_text(json.dumps(config))
+    nested = {f"{key}.": one for key, one in config.items() if isinstance(one, dict)}
+    for start, place in {"": config, **nested}.items():
+        for key in place.keys() & STATED:
+            changed = str(place[key]) if isinstance(place[key], bool) else place[key] + 1
+            write(tmp_path, name, **{start + key: changed})
             with pytest.raises(CheckpointError, match=key):
                 load_block(tmp_path)
-            place[key] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, name)
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(CheckpointError, match=r"for masks \(mask_embedding.pt\), which is not"):
         load_block(tmp_path)
@@ -120,9 +118,6 @@ def test_no_config_contradicts_its_tensors(name, tmp_path):
 def test_drafters_for_other_targets_are_refused():
     tokenizer = wrapped_tokenizer(VOCAB)
     target = Target(tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS))
-    deep = random_block(block_config(VOCAB, 32, captured_layers=(0, 5)))
-    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 3 .* found 5"):
-        deep.check_fit(target, tokenizer)
     other = random_block(block_config(VOCAB, 32, num_target_layers=9))
     with pytest.raises(CheckpointError, match=r"expected a model of 9 layers, .* found one of 4"):
         other.check_fit(target, tokenizer)

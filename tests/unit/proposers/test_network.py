@@ -29,20 +29,6 @@ VOCAB_SIZE, HIDDEN_SIZE = 67, 32
 FEW, NARROW = 30, 8
 
 
-def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias():
-    linear: Any = {"rnn_activation": "identity", "rnn_first_step_bias": False}
-    drafter = random_drafter(VOCAB_SIZE, NARROW, **linear)
-    weights = NumpyDrafter(drafter).weights
-    e = np.random.default_rng(0).standard_normal((2, NARROW))
-    first = weights["rnn_w.weight"] @ e[0]
-    second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
-    second += weights["rnn_u.bias"]
-    rows = [drafter.project_input(mx.array(row[None].astype(np.float32))) for row in e]
-    start = drafter.start(rows[0])
-    for state, expected in ((start, first), (drafter.advance(start, rows[1]), second)):
-        np.testing.assert_allclose(np.array(state)[0], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_draft_top_k_masks_as_apples_warp_logits():
     drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
     state, hidden = mx.ones((2, NARROW)), mx.ones((NARROW,))
@@ -310,68 +296,52 @@ ROOT = mx.array([ROOT_TOKEN])
 WIDTHS_AND_LENGTHS = [(1, 2), (1, 16), (2, 3), (3, 5), (4, 5), (7, 4), (16, 6), (64, 2), (64, 3)]
 
 
-def _context(seed: int, vocab_size: int) -> tuple[mx.array, mx.array]:
+def _context(vocab_size: int) -> tuple[mx.array, mx.array]:
     """An input embedding, shape (V, H), and a hidden state, shape (H,)."""
-    keys = mx.random.split(mx.random.key(seed), 2)
+    keys = mx.random.split(mx.random.key(0), 2)
     embedding = mx.random.normal((vocab_size, HIDDEN_SIZE), key=keys[0])
     return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
 
 
-def _expand(drafter: Drafter, shape: DraftShape, seed: int = 0) -> Expansion:
-    embedding, hidden = _context(seed, drafter.config.vocab_size)
+def _expand(drafter: Drafter, shape: DraftShape) -> Expansion:
+    embedding, hidden = _context(drafter.config.vocab_size)
     return expand(drafter, lambda ids: embedding[ids], hidden, ROOT, shape)
 
 
-def _literal(drafter: Drafter, shape: DraftShape, seed: int) -> oracles.Search:
-    context = _context(seed, drafter.config.vocab_size)
-    exact = (np.array(one, dtype=np.float64) for one in context)
-    sizes = ROOT_TOKEN, shape.width, shape.length
-    return oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
+def _literal(drafter: Drafter, width: int, length: int) -> oracles.Search:
+    exact = (np.array(one, dtype=np.float64) for one in _context(drafter.config.vocab_size))
+    return oracles.beam_search(NumpyDrafter(drafter), *exact, ROOT_TOKEN, width, length)
 
 
 @pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
 @pytest.mark.parametrize("rnn", [True, False])
-def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
+def test_nodes_and_trees_are_those_of_a_literal_search(width, length, rnn):
+    """All scored nodes, trees of the best of them, and the merged beams."""
     vocab_size = 20_257 if (width, length) == (3, 4) else VOCAB_SIZE
     sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
     drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
     assert ("input_proj" in drafter) == (length % 3 != 1)
-    search = drafter, DraftShape(width, length), width
-    literal, expansion = _literal(*search), _expand(*search)
+    literal, expansion = (
+        _literal(drafter, width, length),
+        _expand(drafter, DraftShape(width, length)),
+    )
     parents = [0, *(parent + 1 for parent in to_ints(expansion.parents))]
     paths = paths_of([ROOT_TOKEN, *to_ints(expansion.tokens)], parents)[1:]
     found = dict(zip(paths, to_floats(expansion.scores), strict=True))
-    assert found.keys() == literal.scores.keys()
     per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
     assert len(found) == per_level * (length - 1)
-    for path, score in found.items():
-        assert score == pytest.approx(literal.scores[path], abs=1e-4)
-
-
-@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_beam_selection_is_the_dedup_of_the_beams(width, length, seed):
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
+    assert found == pytest.approx(literal.scores, abs=1e-4)
+    best = sorted(literal.scores, key=lambda path: -literal.scores[path])
+    for nodes in {2, min(9, 1 + len(best)), 1 + len(best)}:
+        tree = build_tree(expansion, ROOT, DraftPlan.of(width, length, nodes))
+        assert set(tree_paths(tree)) == {(ROOT_TOKEN,), *best[: nodes - 1]}
+        assert tree.num_nodes == tree.tokens.shape[0] == nodes
     shape = DraftShape(width, length, "beam")
-    tokens, parents = oracles.dedup_and_pack(np.array(_literal(drafter, shape, seed).beams))
-    tree = merge_beams(_expand(drafter, shape, seed), ROOT, shape)
+    tokens, parents = oracles.dedup_and_pack(np.array(literal.beams))
+    tree = merge_beams(_expand(drafter, shape), ROOT, shape)
     assert set(tree_paths(tree)) == set(paths_of(tokens, parents))
     assert tree.num_nodes == len(tokens)
     assert tree.num_nodes <= tree.tokens.shape[0] <= shape.max_nodes
-
-
-@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
-@pytest.mark.parametrize("nodes", [2, 9, None])
-def test_top_n_selection_is_the_n_best_nodes(width, length, nodes):
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
-    largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
-    plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
-    scores = _literal(drafter, plan.shape, seed=4).scores
-    best = sorted(scores, key=lambda path: -scores[path])
-    assert plan.options["tree_nodes"] is not None
-    tree = build_tree(_expand(drafter, plan.shape, seed=4), ROOT, plan)
-    assert set(tree_paths(tree)) == {(ROOT_TOKEN,), *best[: plan.num_nodes - 1]}
-    assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
 
 
 @pytest.mark.parametrize("select", ["top_n", "beam"])
