@@ -21,7 +21,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter import Engine, SpeculateAhead
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers import equality
@@ -54,13 +53,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 CASES = [(name, shape) for name in ("greedy", "sampled", "uncoupled") for shape in SHAPES]
 CASES += zip(("sampler", "top_p", "min_p", "penalty", "bias"), [*SHAPES, *SHAPES], strict=False)
 
-MODEL = tiny_llama(seed=4)
-
-
-@pytest.fixture(autouse=True)
-def _same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny models have no tokenizers of their own."""
-    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+MODEL, TOKENIZER = tiny_llama(seed=4), wrapped_tokenizer(VOCAB_SIZE)
 
 
 def _perturbed() -> nn.Module:
@@ -74,10 +67,10 @@ def _perturbed() -> nn.Module:
 
 GUESTS: dict[str, Callable[[], Any]] = {
     "lookup": lambda: "lookup",
-    "the target itself": lambda: DraftModel(MODEL, None),
-    "a similar model": lambda: DraftModel(_perturbed(), None),
-    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
-    "a smaller model": lambda: DraftModel(tiny_llama(seed=9, layers=1), None),
+    "the target itself": lambda: DraftModel(MODEL, TOKENIZER),
+    "a similar model": lambda: DraftModel(_perturbed(), TOKENIZER),
+    "another model": lambda: DraftModel(tiny_qwen3(seed=8), TOKENIZER),
+    "a smaller model": lambda: DraftModel(tiny_llama(seed=9, layers=1), TOKENIZER),
     "lookup in front of a network": lambda: random_drafter(VOCAB_SIZE, 32),
 }
 
@@ -141,15 +134,15 @@ def test_any_repetitive_prompt(seed):
 def test_the_target_accepts_all_of_itself(temp, length):
     shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
     options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
-    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
+    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, TOKENIZER), **options)
     assert last.stats.accepted_counts == [0] * (length - 1) + [6]
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
     "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
-    "the target itself": lambda: DraftModel(MODEL, None),
-    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
+    "the target itself": lambda: DraftModel(MODEL, TOKENIZER),
+    "another model": lambda: DraftModel(tiny_qwen3(seed=8), TOKENIZER),
 }
 
 
@@ -185,8 +178,7 @@ def test_turns_with_drafts_made_ahead(drafter):
 
 
 def test_batches_and_threads_with_drafts_made_ahead(drafter):
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
+    engine = Engine(MODEL, TOKENIZER, SpeculateAhead(drafter))
     prompts = [PROMPT, [7, 8, 9], [60]]
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 10, "beam_width": 2}
     alone = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
@@ -203,7 +195,7 @@ def test_batches_and_threads_with_drafts_made_ahead(drafter):
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
 def test_a_drafter_that_is_right_foresees_every_outcome(sampling):
     """The target's own noise tells the token after the drafts at a temperature, too."""
-    ahead = SpeculateAhead(DraftModel(MODEL, None))
+    ahead = SpeculateAhead(DraftModel(MODEL, TOKENIZER))
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
     *_, last = stream(MODEL, PROMPT, ahead, **options)
     assert ahead.hits.passes >= 8
