@@ -75,19 +75,6 @@ def test_drafted_sample_equals_plain_sample(model, group):
     assert len(texts) > 10  # the options matter
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temp": 1.0, "top_p": 1e-46}, {"temp": 1.5, "top_p": 5e-324, "top_k": 3}, {"temp": 5e-324}],
-    ids=str,
-)
-def test_what_is_0_in_float32_writes_the_greedy_text(model, sampling):
-    greedy = stock_tokens(model, PROMPT, NUM_TOKENS)
-    for shape in SHAPES:
-        for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
-            found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
-            assert_same_tokens(greedy, found, (drafter, shape))
-
-
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_drafters_that_know_part_of_the_vocabulary(model, filters):
     """They rank with the noise of the tokens that their rows stand for."""

@@ -15,7 +15,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.decoding import delivery
 from mlx_redrafter.decoding.delivery import ShapeStats, StepClock
 from mlx_redrafter.decoding.passes import accept
-from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, StockSampler, gumbel_noise
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import MAX_TEMP, SamplingParams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
@@ -192,6 +193,9 @@ def test_what_is_0_in_float32_leaves_the_best_token():
         SamplingParams(top_p=0.1, top_k=1, min_p=0.9),
     ):
         assert set(_choose(params, LOGITS[::-1], 200)) == {6}
+        noise = GumbelNoise(params, gumbel_noise(0, mx.arange(200), len(LOGITS)))
+        rows = nn.log_softmax(mx.array([LOGITS[::-1]] * 200))
+        assert set(to_ints(mx.argmax(noise.rank(rows, mx.arange(200), None, 1.0), axis=-1))) == {6}
     # The highest temperature keeps the filter.
     assert set(_choose(SamplingParams(temp=MAX_TEMP, top_k=3), LOGITS, 500)) == {0, 1, 2}
 
