@@ -85,7 +85,7 @@ def test_a_rank_without_the_model_loads_nothing(tmp_path):
     assert line.sent == [Do.CHECK]
 
 
-def test_a_rank_with_other_files_says_so(tmp_path):
+def test_a_rank_with_other_files_or_an_adapter_that_rank_0_lacks_says_so(tmp_path):
     folder = str(store_tiny(tmp_path / "tiny"))
     own = digests(folder)
     weights = Path(folder) / "model.safetensors"
@@ -102,13 +102,9 @@ def test_a_rank_with_other_files_says_so(tmp_path):
     )
     assert load_when_asked(machines) is None
     assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO, Do.NO]
-
-
-def test_a_rank_with_an_adapter_that_rank_0_lacks_says_so(tmp_path):
-    folder = str(store_tiny(tmp_path / "tiny"))
-    for name in ADAPTER_FILES:
+    for name in ADAPTER_FILES:  # an adapter that rank 0 lacks
         (tmp_path / name).write_text("")
-    machines, line = _machines(Frame(Do.CHECK, (digests(folder), folder, None)), Frame(Do.END))
+    machines, line = _machines(Frame(Do.CHECK, (expected, folder, None)), Frame(Do.END))
     assert load_when_asked(machines, own_adapter=str(tmp_path)) is None
     assert line.sent == [Do.NO]
 

@@ -220,51 +220,6 @@ def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch):
     assert 0 < found[0].prompt_tps <= 40 / 5, "five chunks, each of which reads the clock"
 
 
-@pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
-@pytest.mark.parametrize("shape", [{}, TREE])
-def test_streams_that_share_their_passes(drafter, shape):
-    """They come and go in any order, with caches, processors and samplings of their own."""
-    drafters: dict[str, Any] = {"none": None, "lookup": "lookup"}
-    drafters["random"] = random_drafter(VOCAB_SIZE, 32)
-    engine = Engine(MODEL, TOKENIZER, drafters[drafter])
-    rng, shared = random.Random(3), engine.share()
-    cases: list[dict[str, Any]] = [
-        {"prompt": prompt, "max_tokens": rng.randrange(1, 40), **shape, **sampling}
-        for prompt, sampling in zip(_prompts(3 * len(SAMPLING)), SAMPLING * 3, strict=True)
-    ]
-    cases[1]["logits_processors"] = make_logits_processors(repetition_penalty=1.5)
-    texts, caches, streams = [""] * len(cases), [], {}
-    for _ in range(10_000):
-        if len(caches) < len(cases) and rng.random() < 0.2:
-            number = len(caches)
-            caches.append(engine.new_prompt_cache())
-            streams[number] = engine.stream(
-                **cases[number], prompt_cache=caches[number], shared=shared
-            )
-        for number, stream in list(streams.items()):
-            response = next(stream, None)
-            if response is None:
-                del streams[number]
-            else:
-                texts[number] += response.text
-            if number == 4 and len(texts[number]) > 5:
-                stream.close()
-        if len(caches) == len(cases) and not streams:
-            break
-    for case, text, cache in zip(cases, texts, caches, strict=True):
-        stock = engine.new_prompt_cache()
-        expected = engine.generate(**case, prompt_cache=stock)
-        if case is cases[4]:
-            assert expected.startswith(text)
-            continue
-        assert text == expected
-        for layer, stock_layer in zip(cache, stock, strict=True):
-            assert layer.offset == stock_layer.offset
-            pairs = zip(layer.keys_and_values(), stock_layer.keys_and_values(), strict=True)
-            for rows, stock_rows in pairs:
-                assert mx.allclose(rows, stock_rows, atol=1e-4)
-
-
 @pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 4}, TREE], ids=str)
 def test_processors_that_promote_a_dtype(options):
     """Rounded to that of the other logits, the processed ones would have more ties."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import Grammar, generate, generate_batch, stream_generate
+from mlx_redrafter import Grammar, generate_batch, stream_generate
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.grammar import lark_json
@@ -226,19 +226,6 @@ def test_other_grammars_are_checked(make):
     for given, message in ((5, "must be a string, got 5"), ('"\ud800"', "cannot be used")):
         with pytest.raises(ConfigError, match=f"grammar {message}"):
             make(given)
-
-
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_texts_in_a_batch_have_a_grammar_each(temp):
-    options: dict[str, Any] = {"temp": temp, "seed": 3, "max_tokens": 60}
-    grammar, prompts = Grammar.json_schema(SCHEMA), ["a", "bc", "{"]
-    alone = [
-        generate(MODEL, TOKENIZER, one, drafter=None, grammar=grammar, **options) for one in prompts
-    ]
-    drafter = random_drafter(VOCAB_SIZE, 32)
-    for shape in ({}, TREE):
-        batch = {**options, **shape, "grammar": grammar, "batch_size": 2}
-        assert generate_batch(MODEL, TOKENIZER, prompts, drafter=drafter, **batch) == alone
 
 
 def test_what_does_not_go_together_is_named():

@@ -109,17 +109,14 @@ def _compare(
 
 
 @on_cpu
-@pytest.mark.parametrize("drafter_dtype", ["float32", "float16"])
-def test_greedy_text(target, stories, drafter_dtype):
-    dtype = {"float32": mx.float32, **HALVES}[drafter_dtype]
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [(mx.float16, {}), (mx.float32, {"temp": 1.0, "top_p": 0.95, "seed": 1})],
+    ids=["greedy", "sampled"],
+)
+def test_texts_with_a_drafter_of_either_precision(target, stories, dtype, sampling):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
-    _compare(target, stories, drafter, 24)
-
-
-@on_cpu
-def test_sampled_text(target, stories):
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    _compare(target, stories, drafter, 24, temp=1.0, top_p=0.95, seed=1)
+    _compare(target, stories, drafter, 24, **sampling)
 
 
 @on_cpu

@@ -1,127 +1,51 @@
-"""Proposers that need no training, and drafts made ahead, leave every text as stock mlx-lm has it.
+"""Prompt lookup, draft models, and drafts made ahead: what not all kinds of proposers have."""
 
-Lookup alone and in front of a network, and draft models: one that is the target, one of other
-weights of the same sizes, one that is smaller.
-"""
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_redrafter import Engine, SpeculateAhead
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers import equality
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
 from tests.helpers.equality import ids, stock_tokens, stream, tokens
 from tests.helpers.medusa import random_medusa
-from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.tiny_models import VOCAB_SIZE
+from tests.property.test_lossless_networks import (
+    AHEAD,
+    CHAIN,
+    GUESTS,
+    PROMPT,
+    TOKENIZER,
+    TREE,
+    ahead,
+    guest,
+    target_of,
+)
 
-VOCAB_SIZE = 64
-# Passages that come back, so that there is something to look up.
-PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
 NUM_TOKENS = 20
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"beam_width": 1, "beam_length": 6},
-    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
-]
-BEAMS: dict[str, Any] = {"beam_width": 3, "beam_length": 4, "select": "beam"}
-# Options of a text by name; functions, as stock samplers and processors have states.
-OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "greedy": dict,
-    "sampled": lambda: {"temp": 0.6, "seed": 11},
-    "uncoupled": lambda: {"temp": 1.0, "seed": 11, "couple": False},
-    "sampler": lambda: {"sampler": make_sampler(temp=0.7)},
-    "top_p": lambda: {"sampler": make_sampler(temp=1.1, top_p=0.9)},
-    "min_p": lambda: {"sampler": make_sampler(temp=1.0, min_p=0.05)},
-    "penalty": lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-    "bias": lambda: {"logits_processors": make_logits_processors(logit_bias={7: 4.0, 9: -3.0})},
-}
-CASES = [(name, shape) for name in ("greedy", "sampled", "uncoupled") for shape in SHAPES]
-CASES += zip(("sampler", "top_p", "min_p", "penalty", "bias"), [*SHAPES, *SHAPES], strict=False)
-
-MODEL = tiny_llama(seed=4)
+SHAPES: list[dict[str, Any]] = [{}, CHAIN, TREE]
+MODEL = target_of("llama")
+GREEDY = ids(stock_tokens(MODEL, PROMPT, NUM_TOKENS))
 
 
-@pytest.fixture(autouse=True)
-def _same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny models have no tokenizers of their own."""
-    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
-
-
-def _perturbed() -> nn.Module:
-    """The target with noise in its head: mostly right."""
-    model: Any = tiny_llama(seed=4)
-    head = model["lm_head"]
-    head.weight = head.weight + 0.3 * mx.random.normal(head.weight.shape, key=mx.random.key(1))
-    mx.eval(head.weight)
-    return model
-
-
-GUESTS: dict[str, Callable[[], Any]] = {
-    "lookup": lambda: "lookup",
-    "the target itself": lambda: DraftModel(MODEL, None),
-    "a similar model": lambda: DraftModel(_perturbed(), None),
-    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
-    "a smaller model": lambda: DraftModel(tiny_llama(seed=9, layers=1), None),
-    "lookup in front of a network": lambda: random_drafter(VOCAB_SIZE, 32),
-}
-
-
-@pytest.fixture(scope="module", params=GUESTS)
-def guest(request: pytest.FixtureRequest) -> Any:
-    return GUESTS[request.param]()
-
-
-def write(drafter: Any, name: str, **shape: Any) -> list[int]:
-    mx.random.seed(3)
-    return tokens(MODEL, PROMPT, drafter, max_tokens=NUM_TOKENS, **OPTIONS[name](), **shape)
-
-
-@cache
-def expected(name: str) -> list[int]:
-    """Tokens of stock mlx-lm, or with a seed, which it lacks, those without drafts."""
-    if "seed" in OPTIONS[name]():
-        return write(None, name)
-    mx.random.seed(3)
-    return ids(stock_tokens(MODEL, PROMPT, NUM_TOKENS, **OPTIONS[name]()))
-
-
-@pytest.mark.parametrize(("name", "shape"), CASES)
-def test_texts_are_those_of_plain_decoding(guest, name, shape):
-    assert write(guest, name, **shape) == expected(name)
-
-
-@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
-def test_stop_tokens_end_inside_a_draft(guest, number, shape):
-    text = expected("greedy")[:16]  # several drafts of every shape
+@pytest.mark.parametrize("name", GUESTS)
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_stop_tokens_end_inside_a_draft(name, number):
+    text, drafter = GREEDY[:16], guest(MODEL, name)  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
-        found = tokens(MODEL, PROMPT, guest, stop_tokens={stop}, max_tokens=len(text), **shape)
+        options = {"stop_tokens": {stop}, "max_tokens": len(text), **SHAPES[number]}
+        found = tokens(MODEL, PROMPT, drafter, **options)
         assert found == text[: text.index(stop) + 1]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_turns_on_one_prompt_cache(guest, shape):
-    """With the target's layers alone, and with those of a draft model after them."""
-    turns = [PROMPT, [7, 8, 9], [60], PROMPT]
-    equality.assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
-    if isinstance(guest, DraftModel):
-        own = make_prompt_cache(guest.target.model)
-        equality.assert_turns(MODEL, guest, turns, own, max_tokens=5, **shape)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -141,52 +65,26 @@ def test_any_repetitive_prompt(seed):
 def test_the_target_accepts_all_of_itself(temp, length):
     shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
     options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
-    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
+    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, TOKENIZER), **options)
     assert last.stats.accepted_counts == [0] * (length - 1) + [6]
 
 
-DRAFTERS: dict[str, Callable[[], Any]] = {
-    "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
-    "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
-    "the target itself": lambda: DraftModel(MODEL, None),
-    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
-}
-
-
-@pytest.fixture(scope="module", params=DRAFTERS)
-def drafter(request: pytest.FixtureRequest) -> Any:
-    return DRAFTERS[request.param]()
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, BEAMS], ids=str)
-def test_texts_with_drafts_made_ahead(drafter, shape):
-    ahead = SpeculateAhead(drafter)
-    for name in ("greedy", "sampler", "sampled" if len(shape) % 2 == 0 else "uncoupled"):
-        assert write(ahead, name, **shape) == expected(name)
-    if shape:
-        assert ahead.hits.passes > 5
-
-
+@pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("num_outcomes", [1, 3])
-def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch, num_outcomes):
+def test_drafts_made_ahead_of_any_shape(monkeypatch, name, num_outcomes):
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
-    plain = {name: expected(name) for name in ("greedy", "sampled")}
+    sampled = {"temp": 0.6, "seed": 11, "max_tokens": NUM_TOKENS}
+    plain = tokens(MODEL, PROMPT, **sampled)
     use_policy(monkeypatch, RandomShapes(1))
-    ahead = SpeculateAhead(drafter, num_outcomes)
-    assert {name: write(ahead, name) for name in plain} == plain
-    assert ahead.hits.passes > 0
+    drafter = SpeculateAhead(guest(MODEL, name), num_outcomes)
+    assert tokens(MODEL, PROMPT, drafter, max_tokens=NUM_TOKENS) == GREEDY
+    assert tokens(MODEL, PROMPT, drafter, **sampled) == plain
+    assert drafter.hits.passes > 0
 
 
-def test_turns_with_drafts_made_ahead(drafter):
-    ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
-    equality.assert_turns(MODEL, ahead, turns, **SHAPES[1])
-    own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
-    equality.assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
-
-
-def test_batches_and_threads_with_drafts_made_ahead(drafter):
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
+@pytest.mark.parametrize("name", AHEAD)
+def test_batches_and_threads_with_drafts_made_ahead(name):
+    engine = Engine(MODEL, TOKENIZER, ahead(MODEL, name))
     prompts = [PROMPT, [7, 8, 9], [60]]
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 10, "beam_width": 2}
     alone = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
@@ -203,11 +101,12 @@ def test_batches_and_threads_with_drafts_made_ahead(drafter):
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
 def test_a_drafter_that_is_right_foresees_every_outcome(sampling):
     """The target's own noise tells the token after the drafts at a temperature, too."""
-    ahead = SpeculateAhead(DraftModel(MODEL, None))
+    model = tiny_llama(seed=4)  # which is sure of its tokens
+    drafter = SpeculateAhead(DraftModel(model, wrapped_tokenizer(64)))
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
-    *_, last = stream(MODEL, PROMPT, ahead, **options)
-    assert ahead.hits.passes >= 8
-    assert ahead.hits.foreseen == ahead.hits.passes
+    *_, last = stream(model, PROMPT, drafter, **options)
+    assert drafter.hits.passes >= 8
+    assert drafter.hits.foreseen == drafter.hits.passes
     # So every draft made ahead is right; the last step may have fewer.
     assert last.stats.accepted_counts[-1] >= last.steps - 1
 

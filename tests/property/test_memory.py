@@ -9,13 +9,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from tests.helpers.equality import stream, tokens
 from tests.helpers.memory import peak_of, peak_of_steps
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 HEADS, HEAD_SIZE, LAYERS = 2, 8, 3
@@ -77,15 +76,14 @@ def _head() -> Eagle:
 
 
 DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
-    "a draft model": lambda model: DraftModel(model, None),
+    "a draft model": lambda model: DraftModel(model, wrapped_tokenizer(VOCAB_SIZE)),
     "an EAGLE head": lambda model: _head(),
 }
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_levels_copy_no_buffer(kind, model, monkeypatch):
+def test_levels_copy_no_buffer(kind, model):
     """Memory of networks with K/V rows does not grow with levels x context."""
-    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
     drafter = DRAFTERS[kind](model)
 
     def peak(length: int) -> int:
