@@ -172,7 +172,7 @@ def test_answers_fit_the_schema(schooled):
 
 def test_json_follows_the_thinking():
     tokenizer = tool_tokenizer(thinks=True)
-    ends = dict.fromkeys(tokenizer.encode("</think>", add_special_tokens=False), 99)
+    ends = dict.fromkeys(tokenizer.encode("</think>"), 99)
     body = {"messages": MESSAGES, "logit_bias": ends, "response_format": _format(SCHEMA)}
     with serving(Engine(tiny_llama(vocab_size=288, spread=2.0), tokenizer, None)) as served:
         status, answer = served.send("/v1/chat/completions", {**body, "max_tokens": 100})
