@@ -32,7 +32,7 @@ from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
-from tests.server.serving import KEY, serving
+from tests.server.serving import serving
 
 VOCAB_SIZE = 264
 CONFIG = {**mtp.MIMO, "vocab_size": VOCAB_SIZE, "eos_token_id": 0}
@@ -267,12 +267,10 @@ def test_passes_are_dispatched_before_the_host_reads(engines, monkeypatch):
 
 def test_the_server(engines):
     drafted, plain = engines
-    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0.8, "seed": 4}
+    expected = plain.generate(PROMPTS[0], max_tokens=12, temp=0.8, seed=4)
     with serving(drafted) as served:
-        status, answer = served.send("/v1/completions", body, KEY)
-    assert status == 200
-    options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 12}
-    assert answer["choices"][0]["text"] == plain.generate(PROMPTS[0], **options)
+        found = served.text(prompt=PROMPTS[0], max_tokens=12, temperature=0.8, seed=4)
+    assert found == expected
 
 
 def test_check_and_compare(target, drafter, tmp_path, cli, monkeypatch):

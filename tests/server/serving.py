@@ -26,13 +26,11 @@ from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
 
-VOCAB_SIZE = 64
 KEY = "secret"
+PATH = "/v1/completions"
 DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
 # As without --max-tokens.
 UNLIMITED = GenerationOptions(max_tokens=-1, prefill_step_size=16)
-
-
 # Arguments of a tool that tells of a city's weather.
 CITY: dict[str, Any] = {
     "type": "object",
@@ -50,7 +48,7 @@ def make_engine(context: int = 512, **wrapping: Any) -> Engine:
         **wrapping: Arguments of mlx-lm's ``TokenizerWrapper``.
     """
     model, tokenizer = tiny_llama(seed=4, context=context), chat_tokenizer(**wrapping)
-    return Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
+    return Engine(model, tokenizer, random_drafter(64, 32))
 
 
 @dataclass
@@ -86,6 +84,12 @@ class Served:
             text = response.read()
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text.decode()
+
+    def text(self, **fields: Any) -> str:
+        """The text after a prompt, which the server must write."""
+        status, reply = self.send(PATH, fields)
+        assert status == 200, reply
+        return str(reply["choices"][0]["text"])
 
     def openai(self) -> Any:
         """OpenAI's client of this server."""
@@ -127,7 +131,7 @@ def begin(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
     """Ask a server for a text, which is not read."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    connection.request("POST", PATH, json.dumps(body), headers)
     return connection
 
 

@@ -105,9 +105,8 @@ def _answer(call: dict[str, Any]) -> Answer:
 
 
 def test_metrics_health_and_page(served):
-    body = {"prompt": "ABC", "max_tokens": 9, "temperature": 1, "seed": 3}
-    served.send("/v1/completions", body)
-    served.send("/v1/completions", body)
+    for _ in range(2):
+        served.text(prompt="ABC", max_tokens=9, temperature=1, seed=3)
     status, text = served.send("/metrics")
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert status == 200
@@ -210,9 +209,8 @@ def test_bad_formats(schooled, fields, message):
     assert message in caught.value.body["message"]
 
 
-def test_a_tokenizer_without_a_vocabulary():
-    with serving(make_engine()) as other:
-        body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
-        status, answer = other.send("/v1/chat/completions", body)
+def test_a_tokenizer_without_a_vocabulary(served):
+    body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    status, answer = served.send("/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "response_format")
     assert "fast tokenizer" in answer["error"]["message"]

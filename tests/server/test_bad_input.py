@@ -25,6 +25,7 @@ from tests.helpers.calls import at_call
 from tests.server.serving import (
     DEFAULTS,
     KEY,
+    PATH,
     answer_on,
     events,
     make_engine,
@@ -140,7 +141,6 @@ def test_bad_prompts_and_bodies():
     assert "sys." not in str(caught.value)
 
 
-PATH = "/v1/completions"
 CHATS = "/v1/chat/completions"
 # Status, code, path, body and further arguments of `Served.send`.
 BAD_REQUESTS: dict[str, tuple[int, str | None, str, Any, dict[str, Any]]] = {
@@ -322,7 +322,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_request_that_fails_in_the_worker(served, monkeypatch, caplog, kind):
-    expected = served.send(PATH, {**TEXT, "max_tokens": 200})
+    expected = served.text(**TEXT, max_tokens=200)
 
     def fail(prompt: list[int], **options: Any) -> None:
         if options["seed"] == 13:
@@ -335,7 +335,7 @@ def test_a_request_that_fails_in_the_worker(served, monkeypatch, caplog, kind):
         assert "secret" not in reply["error"]["message"]
         found = events(other.getresponse().read().decode())
     texts = [one["choices"][0]["text"] for one in found]
-    assert "".join(texts) == expected[1]["choices"][0]["text"]
+    assert "".join(texts) == expected
     assert "no memory" in caplog.text
 
 

@@ -27,10 +27,9 @@ from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
-from tests.server.serving import KEY, answer_on, make_engine, sent, serving
+from tests.server.serving import KEY, PATH, answer_on, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
-PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")

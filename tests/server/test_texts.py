@@ -28,7 +28,7 @@ from mlx_redrafter.server.protocols.openai_completions import read as read_promp
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
-from tests.server.serving import Served, make_engine, serving
+from tests.server.serving import PATH, Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -96,7 +96,7 @@ def test_penalties_see_the_prefix_in_the_cache(served):
     processors = make_logits_processors(logit_bias={5: -3.5}, **penalties)
     expected = _text(served, body["prompt"], logits_processors=processors)
     for _ in range(2):
-        status, reply = served.send("/v1/completions", body)
+        status, reply = served.send(PATH, body)
         assert (status, reply["choices"][0]["text"]) == (200, expected)
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]) - 1
 
@@ -104,7 +104,7 @@ def test_penalties_see_the_prefix_in_the_cache(served):
 def test_completions_of_several_prompts(served):
     prompts = ["THE CAT", "THE DOG"]
     body = {"prompt": prompts, "max_tokens": 5, "logprobs": 1, "n": 2}
-    _, reply = served.send("/v1/completions", body)
+    _, reply = served.send(PATH, body)
     expected = [_text(served, one, max_tokens=5) for one in prompts for _ in range(2)]
     assert [one["text"] for one in reply["choices"]] == expected
     shown = reply["choices"][0]["logprobs"]
@@ -163,7 +163,7 @@ def test_many_clients_at_once(served):
                     time.sleep(draw.random() * 0.2)
                 continue
             number = draw.randrange(len(cases))
-            status, reply = served.send("/v1/completions", cases[number])
+            status, reply = served.send(PATH, cases[number])
             if status != 200 or reply["choices"][0]["text"] != expected[number]:
                 wrong.append((status, cases[number], reply))
         return wrong
@@ -181,8 +181,7 @@ def test_requests_beside_others_with_several_choices_do_not_fail(served):
     def ask(number: int) -> list[int]:
         several: dict[str, Any] = {"n": 8, "seed": 1} if number % 2 else {}
         body = {"prompt": "ONCE UPON A TIME THERE WAS A", **several}
-        path = "/v1/completions"
-        return [served.send(path, {**body, "max_tokens": 1 + i % 5})[0] for i in range(6)]
+        return [served.send(PATH, {**body, "max_tokens": 1 + i % 5})[0] for i in range(6)]
 
     with ThreadPoolExecutor(4) as clients:
         assert {one for found in clients.map(ask, range(4)) for one in found} == {200}
@@ -249,7 +248,7 @@ def test_a_prompt_has_its_likelihoods(served, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.server.parts.CHUNK", 4)
     tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
     body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
-    status, reply = served.send("/v1/completions", body)
+    status, reply = served.send(PATH, body)
     assert status == 200
     model: Any = served.engine.target.model
     logits = model(mx.array([tokens]))[0].astype(mx.float32)
@@ -264,35 +263,31 @@ def test_a_prompt_has_its_likelihoods(served, monkeypatch):
         np.testing.assert_allclose(best, expected[: length - 1].max(axis=1), atol=1e-4)
         decoded = served.engine.tokenizer.decode(prompt)
         assert choice["text"].startswith(decoded)
-        plain = served.send("/v1/completions", {"prompt": prompt, "max_tokens": 1})[1]
-        assert choice["text"] == decoded + plain["choices"][0]["text"]
+        assert choice["text"] == decoded + served.text(prompt=prompt, max_tokens=1)
         assert reply["usage"]["completion_tokens"] == 2
 
 
 def test_a_prompt_alone_is_scored(served):
     """Without a token of an answer, as clients ask that compare likelihoods."""
     body = {"prompt": [7, 3, 22], "echo": True, "logprobs": 1, "max_tokens": 0}
-    _, reply = served.send("/v1/completions", body)
-    _, longer = served.send("/v1/completions", {**body, "max_tokens": 1})
+    _, reply = served.send(PATH, body)
+    _, longer = served.send(PATH, {**body, "max_tokens": 1})
     (choice,), (more,) = reply["choices"], longer["choices"]
     assert choice["logprobs"]["token_logprobs"] == more["logprobs"]["token_logprobs"][:3]
     assert more["text"].startswith(choice["text"])
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 0)
-    assert served.send("/v1/completions", {**body, "echo": False})[0] == 400
-    again = served.send("/v1/completions", body)[1]
+    assert served.send(PATH, {**body, "echo": False})[0] == 400
+    again = served.send(PATH, body)[1]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "nothing continues it"
     full = {**body, "prompt": [7] * 512}
-    assert served.send("/v1/completions", full)[0] == 200, "it needs no room for an answer"
-    assert served.send("/v1/completions", {**full, "max_tokens": 1})[0] == 400
+    assert served.send(PATH, full)[0] == 200, "it needs no room for an answer"
+    assert served.send(PATH, {**full, "max_tokens": 1})[0] == 400
 
 
 def test_every_text_of_a_request_may_fill_the_context(served):
     prompts = [[7], [7] * 500]
-    _, both = served.send("/v1/completions", {"prompt": prompts, "max_tokens": 60})
-    alone = [
-        served.send("/v1/completions", {"prompt": prompt, "max_tokens": 60})[1]
-        for prompt in prompts
-    ]
+    _, both = served.send(PATH, {"prompt": prompts, "max_tokens": 60})
+    alone = [served.send(PATH, {"prompt": prompt, "max_tokens": 60})[1] for prompt in prompts]
     assert [one["choices"][0]["text"] for one in alone] == [one["text"] for one in both["choices"]]
     assert [one["usage"]["completion_tokens"] for one in alone] == [60, 12]
 
@@ -308,7 +303,7 @@ def bundled() -> Any:
 def test_tokens_stand_where_the_text_has_them(bundled, prompt, echo):
     """Its tokenizer leaves out the blank at the beginning of a text."""
     body = {"prompt": prompt, "max_tokens": 8, "logprobs": 1, "echo": echo}
-    (choice,) = bundled.send("/v1/completions", body)[1]["choices"]
+    (choice,) = bundled.send(PATH, body)[1]["choices"]
     tokens = encode_prompt(bundled.engine.tokenizer, prompt)
     written = [one.token for one in _responses(bundled, prompt, max_tokens=8)]
     whole = bundled.engine.tokenizer.decode([*tokens, *written])
