@@ -5,9 +5,8 @@ import http.client
 import logging
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -110,14 +109,9 @@ def test_a_body_that_never_comes(quick, head, status):
         response, _ = answer_on(connection)
         assert response.status == status
         assert response.getheader("Connection") == "close"
-        begin = time.monotonic()
-        try:
+        with suppress(ConnectionError):
             connection.sendall(b"x")
-            rest = connection.recv(1)
-        except ConnectionError:
-            rest = b""
-        assert rest == b""
-        assert time.monotonic() - begin < 60
+            assert connection.recv(1) == b""
 
 
 def test_a_body_that_comes_late_keeps_the_connection(quick):
@@ -135,8 +129,8 @@ def test_connections_beyond_the_maximum(monkeypatch):
     with serving(make_engine()) as served:
         silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
         assert served.send("/health", key=None)[0] == 200
-        with pytest.raises(ConnectionError):
-            raise ConnectionError if silent[0].recv(1) == b"" else AssertionError
+        with suppress(ConnectionError):
+            assert silent[0].recv(1) == b""
         for one in silent:
             one.close()
 
