@@ -6,16 +6,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.server import HTTPServer
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 from urllib.request import Request, urlopen
 
 import pytest
 import typer
-from typer.main import get_command
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
@@ -97,16 +96,8 @@ def _check(line: _Line) -> None:
 
 def _parse(words: list[str]) -> None:
     """Raise a usage error unless there is such a command with such options and arguments."""
-    command: Any = get_command(app)
-    name, parent = PROGRAM, None
-    with suppress(typer.Exit):  # of --help
-        while True:
-            context = command.make_context(name, words, parent=parent)
-            if not hasattr(command, "commands"):
-                return
-            words = [*context._protected_args, *context.args]
-            name, command, words = command.resolve_command(context, words)
-            parent = context
+    with mock.patch("typer.core.TyperCommand.invoke"):
+        app(words, PROGRAM, standalone_mode=False)
 
 
 class _Parsed(Exception):
