@@ -40,44 +40,31 @@ DEEP = b'{"prompt": ' + b"[" * 100_000
 
 LOOK = {"type": "function", "function": {"name": "look"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
-BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
-    ("messages", {"messages": []}),
+BAD_FIELDS: dict[str, list[Any]] = {
+    "messages": [[]], "temperature": ["hot", 10**30], "top_p": [2], "top_k": [1.5],
+    "min_p": [True], "seed": [2**32], "max_tokens": [0], "n": [17], "stop": [[""], ["A"] * 17],
+    "stream": [1], "stream_options": [{}], "presence_penalty": [3], "repetition_penalty": [1e-300],
+    "logit_bias": [{"A": 1}], "logprobs": [2], "top_logprobs": [2], "tool_choice": ["required"],
+    "chat_template_kwargs": [{"chat_template": "{{ 1 }}"}], "colour": ["red"],
+}  # fmt: skip
+BAD_BODIES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {name: value}) for name, values in BAD_FIELDS.items() for value in values),
     ("messages[0]", {"messages": ["A"]}),
     ("messages[0].role", {"messages": [{"role": "boss", "content": "A"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("temperature", {"temperature": "hot"}),
-    ("temperature", {"temperature": 10**30}),
-    ("top_p", {"top_p": 2}),
-    ("top_k", {"top_k": 1.5}),
-    ("min_p", {"min_p": True}),
-    ("seed", {"seed": 2**32}),
-    ("max_tokens", {"max_tokens": 0}),
-    ("n", {"n": 17}),
-    ("stop", {"stop": [""]}),
-    ("stop", {"stop": ["A"] * 17}),
-    ("stream", {"stream": 1}),
-    ("stream_options", {"stream_options": {}}),
     ("stream_options.colour", {"stream": True, "stream_options": {"colour": True}}),
-    ("presence_penalty", {"presence_penalty": 3}),
-    ("repetition_penalty", {"repetition_penalty": 1e-300}),
-    ("logit_bias", {"logit_bias": {"A": 1}}),
     ("logit_bias.5", {"logit_bias": {"5": "much"}}),
-    ("logprobs", {"logprobs": 2}),
-    ("top_logprobs", {"top_logprobs": 2}),
     ("tool_choice", {"tools": [LOOK], "tool_choice": ALLOWED}),
-    ("tool_choice", {"tool_choice": "required"}),
     ("tools[0].type", {"tools": [{"function": {"name": "look"}}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     ("response_format.type", {"response_format": {"type": "yaml"}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
     ("response_format.colour", {"response_format": {"type": "text", "colour": "red"}}),
-    ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
-    ("colour", {"colour": "red"}),
 ]
 
 
-@pytest.mark.parametrize(("param", "fields"), BAD_FIELDS)
+@pytest.mark.parametrize(("param", "fields"), BAD_BODIES)
 def test_bad_fields_of_a_chat(param, fields):
     with pytest.raises(Refusal) as caught:
         read_chat({**CHAT, **fields}, DEFAULTS)
