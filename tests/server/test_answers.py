@@ -30,8 +30,7 @@ def _parse(text: str, tools: Any) -> dict[str, Any]:
     return {"name": tools[0]["function"]["name"], "arguments": {"text": text}}
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_reasoning_and_calls(streams):
+def test_reasoning_and_calls():
     """The model is random, so its markers are what it writes anyway."""
     engine = make_engine()
     prompt = encode_chat(engine.tokenizer, MESSAGES, {"tools": TOOLS})
@@ -43,21 +42,17 @@ def test_reasoning_and_calls(streams):
     engine.tokenizer._think_start_tokens = engine.tokenizer._think_end_tokens = (63, 63)
     with serving(engine) as served, served.openai() as client:
         options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
-        if streams:
-            chunks = list(client.chat.completions.create(**options, stream=True))
-            messages = [one.choices[0].delta for one in chunks]
-            reason = chunks[-1].choices[0].finish_reason
-        else:
-            choice = client.chat.completions.create(**options).choices[0]
-            messages, reason = [choice.message], choice.finish_reason
-        content = "".join(one.content or "" for one in messages)
-        reasoning = "".join(getattr(one, "reasoning", "") for one in messages)
-        (call,) = (call for one in messages for call in one.tool_calls or ())
-        assert reasoning == text[7:10]
-        assert content == text[:4] + text[13:16] + text[25:]
-        assert call.function.name == "look"
-        assert json.loads(call.function.arguments or "") == {"text": text[19:22]}
-        assert reason == "length"
+        whole = client.chat.completions.create(**options).choices[0]
+        chunks = [one.choices[0] for one in client.chat.completions.create(**options, stream=True)]
+        assert whole.finish_reason == chunks[-1].finish_reason == "length"
+        for messages in [whole.message], [one.delta for one in chunks]:
+            content = "".join(one.content or "" for one in messages)
+            reasoning = "".join(getattr(one, "reasoning", "") for one in messages)
+            (call,) = (call for one in messages for call in one.tool_calls or ())
+            assert reasoning == text[7:10]
+            assert content == text[:4] + text[13:16] + text[25:]
+            assert call.function.name == "look"
+            assert json.loads(call.function.arguments or "") == {"text": text[19:22]}
         without = client.chat.completions.create(**options, tool_choice="none")
         assert without.choices[0].message.tool_calls is None
 

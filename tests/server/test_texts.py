@@ -6,6 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import product
 from typing import Any, cast
 
 import mlx.core as mx
@@ -123,53 +124,41 @@ def test_offsets_of_a_stream_are_those_of_the_whole(served, client):
     assert [offset for one in parts for offset in one.text_offset] == whole
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_stop_strings(served, client, streams):
+def test_stop_strings(served, client):
     prompt = "THE OLD MAN"
     full = _text(served, prompt)
     stop = full[11:14]
     options: Any = {"model": "tiny", "prompt": prompt, "stop": ["\x7f\x7f", stop]}
-    if streams:
-        parts = list(client.completions.create(**options, stream=True))
-        text, reason = "".join(one.choices[0].text for one in parts), parts[-1].choices[0]
-    else:
-        reason = client.completions.create(**options).choices[0]
-        text = reason.text
-    assert text == full[: full.index(stop)]
-    assert reason.finish_reason == "stop"
-    assert client.completions.create(model="tiny", prompt=prompt).choices[0].text == full
+    whole = client.completions.create(**options).choices[0]
+    parts = [one.choices[0] for one in client.completions.create(**options, stream=True)]
+    assert whole.text == "".join(one.text for one in parts) == full[: full.index(stop)]
+    assert whole.finish_reason == parts[-1].finish_reason == "stop"
+    assert served.text(prompt=prompt) == full
 
 
 def test_many_clients_at_once(served):
     """8 clients, some of whom go away in the middle of a prompt or a text."""
     draw = random.Random(1)
     prompts = ["".join(draw.choices("ABCD EFG", k=draw.choice([3, 20, 90]))) for _ in range(10)]
-    cases = [
-        {"prompt": prompt, "temperature": temp, "seed": seed, "max_tokens": 16}
-        for prompt in prompts
-        for temp, seed in ((0, 0), (1.0, 5))
-    ]
-    expected = [
-        _text(served, one["prompt"], temp=one["temperature"], seed=one["seed"], max_tokens=16)
-        for one in cases
-    ]
+    cases = []
+    for prompt, (temp, seed) in product(prompts, ((0, 0), (1.0, 5))):
+        expected = _text(served, prompt, temp=temp, seed=seed, max_tokens=16)
+        body = {"prompt": prompt, "temperature": temp, "seed": seed, "max_tokens": 16}
+        cases.append((body, expected))
 
-    def ask(seed: int) -> list[Any]:
-        draw, wrong = random.Random(seed), []
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
         for _ in range(8):
             time.sleep(draw.random() * 0.02)
             if draw.random() < 0.3:
                 with closing(served.begin(prompt="AB CD " * 60, max_tokens=100)):
                     time.sleep(draw.random() * 0.2)
-                continue
-            number = draw.randrange(len(cases))
-            status, reply = served.send(PATH, cases[number])
-            if status != 200 or reply["choices"][0]["text"] != expected[number]:
-                wrong.append((status, cases[number], reply))
-        return wrong
+            else:
+                body, expected = draw.choice(cases)
+                assert served.text(**body) == expected, body
 
     with ThreadPoolExecutor(8) as clients:
-        assert [one for wrong in clients.map(ask, range(8)) for one in wrong] == []
+        list(clients.map(ask, range(8)))  # which raises what they raise
     served.wait_until_idle()
     assert served.worker.counters.texts["failed"] == 0
     assert served.worker.counters.texts["cancelled"] > 0
@@ -178,13 +167,13 @@ def test_many_clients_at_once(served):
 def test_requests_beside_others_with_several_choices_do_not_fail(served):
     """A request that ends between the chunks of another one's prompt has ended once."""
 
-    def ask(number: int) -> list[int]:
+    def ask(number: int) -> None:
         several: dict[str, Any] = {"n": 8, "seed": 1} if number % 2 else {}
-        body = {"prompt": "ONCE UPON A TIME THERE WAS A", **several}
-        return [served.send(PATH, {**body, "max_tokens": 1 + i % 5})[0] for i in range(6)]
+        for i in range(6):
+            served.text(prompt="ONCE UPON A TIME THERE WAS A", max_tokens=1 + i % 5, **several)
 
     with ThreadPoolExecutor(4) as clients:
-        assert {one for found in clients.map(ask, range(4)) for one in found} == {200}
+        list(clients.map(ask, range(4)))
     served.wait_until_idle()
 
 
