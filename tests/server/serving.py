@@ -41,12 +41,7 @@ CITY: dict[str, Any] = {
 
 
 def make_engine(context: int = 512, **wrapping: Any) -> Engine:
-    """A random model with a random drafter.
-
-    Args:
-        context: Context of the model.
-        **wrapping: Arguments of mlx-lm's ``TokenizerWrapper``.
-    """
+    """A random model with a random drafter; ``wrapping`` are arguments of mlx-lm's wrapper."""
     model, tokenizer = tiny_llama(seed=4, context=context), chat_tokenizer(**wrapping)
     return Engine(model, tokenizer, random_drafter(64, 32))
 

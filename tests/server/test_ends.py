@@ -25,6 +25,7 @@ from mlx_redrafter.server.protocols.anthropic import MessageWriter
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import Reply
 from tests.helpers.hostile import no_room
+from tests.helpers.models import chat_tokenizer, tiny_llama
 from tests.server.serving import KEY, PATH, begin, events, make_engine, serving, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
@@ -194,8 +195,8 @@ def _bytes(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[None]:
-    """A client that has sent and read so many bytes, and is gone at the end of the block.
+def _lost_client(port: int, body: dict[str, Any], sent: int | None, read: int) -> Iterator[None]:
+    """A client that has sent so many bytes, or all, has read some, and is gone after the block.
 
     The system closes the socket of a process that is killed in the same way.
     """
@@ -208,14 +209,13 @@ def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Itera
         yield
 
 
-WHOLE = 1 << 20
 PHASES = {
     "half a header": [(STREAM, 40, 0)],
     "half a body": [(STREAM, len(_bytes(STREAM)) - 30, 0)],
-    "in its prompt": [(STREAM, WHOLE, 0)],
-    "waiting for a whole text": [({**STREAM, "stream": False}, WHOLE, 0)],
-    "with several texts": [({**STREAM, "n": 4, "logprobs": 5}, WHOLE, 300)],
-    "in streams and in the queue": [(STREAM, WHOLE, 300), (STREAM, WHOLE, 300), (STREAM, WHOLE, 0)],
+    "in its prompt": [(STREAM, None, 0)],
+    "waiting for a whole text": [({**STREAM, "stream": False}, None, 0)],
+    "with several texts": [({**STREAM, "n": 4, "logprobs": 5}, None, 300)],
+    "in streams and in the queue": [(STREAM, None, 300), (STREAM, None, 300), (STREAM, None, 0)],
 }
 
 
@@ -242,7 +242,7 @@ def test_a_client_that_does_not_read_is_cut_off():
     }
     limits = Limits(client_timeout=0.5, max_context=4096)
     with serving(make_engine(context=4096), limits) as served:
-        with _lost_client(served.port, body, WHOLE, 100):
+        with _lost_client(served.port, body, None, 100):
             texts = served.worker.counters.texts
             wait_until(lambda: texts["cancelled"] or texts["length"] == 2)
             assert texts["cancelled"], "it was never cut off"
@@ -252,8 +252,7 @@ def test_a_client_that_does_not_read_is_cut_off():
 def test_a_full_disk(tmp_path, monkeypatch):
     """No file can have a byte; texts do not need any."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = make_engine()
-    engine = Engine(plain.target.model, plain.tokenizer, "lookup")
+    engine = Engine(tiny_llama(), chat_tokenizer(), "lookup")
     with serving(engine, folder=tmp_path) as served, no_room():
         for _ in range(2):
             status, reply = served.send(PATH, {**STREAM, "max_tokens": 20, "stream": False})

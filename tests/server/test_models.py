@@ -20,15 +20,14 @@ from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Model, Models
 from mlx_redrafter.server.protocols import service
 from tests.helpers.calls import at_call
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
 from tests.server.serving import DEFAULTS, PATH, Served, make_engine, serving, wait_until
 
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
 
 
 def _other(seed: int) -> Engine:
-    one = make_engine()
-    return Engine(tiny_llama(seed=seed), one.tokenizer, "lookup")
+    return Engine(tiny_llama(seed=seed), chat_tokenizer(), "lookup")
 
 
 def _models(*names: str) -> list[Model]:
@@ -73,7 +72,7 @@ def test_a_model_that_cannot_be_loaded(caplog):
 
 def test_the_drafter_in_use_is_named():
     """A drafter that was asked for and could not be loaded is not."""
-    model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
+    model, tokenizer = tiny_llama(seed=4), chat_tokenizer()
     drafters = {"none": None, "lookup": "lookup", "it": random_drafter(64, 32)}
     for expected, proposer in drafters.items():
         load = partial(Engine, model, tokenizer, proposer)

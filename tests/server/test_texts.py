@@ -29,7 +29,8 @@ from mlx_redrafter.server.protocols.openai_completions import read as read_promp
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
-from tests.server.serving import PATH, Served, make_engine, serving
+from tests.helpers.models import chat_tokenizer, tiny_llama
+from tests.server.serving import PATH, Served, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -179,8 +180,8 @@ def test_requests_beside_others_with_several_choices_do_not_fail(served):
 
 def test_prompts_that_wait_together_share_their_passes(monkeypatch):
     """In a worker without a thread."""
-    one = make_engine(context=8192)
-    engine, worker = Engine(one.target.model, one.tokenizer, None), Worker(Limits())
+    model, worker = tiny_llama(context=8192), Worker(Limits())
+    engine = Engine(model, chat_tokenizer(), None)
     defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
     loaded = LoadedModel(engine, defaults, PrefixStore(0))
     prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
@@ -195,7 +196,7 @@ def test_prompts_that_wait_together_share_their_passes(monkeypatch):
         request, _ = read_prompt({"prompt": prompt}, defaults)
         worker.submit(Job(loaded, request, [engine.tokenizer.encode(prompt)], receive))
 
-    at_call(monkeypatch, type(one.target.model), "__call__", note)
+    at_call(monkeypatch, type(model), "__call__", note)
     for prompt in prompts:
         submit(prompt)
     while sum(map(len, found.values())) < 16:
