@@ -53,8 +53,8 @@ def plain(drafted: Cli) -> Cli:
     return lambda *options, **prompt: drafted("--drafter", "none", *options, **prompt)
 
 
-def _stock_text(stories: Trained, prompt: str = PROMPT, max_tokens: int = 20) -> str:
-    return mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=max_tokens)
+def _stock_text(stories: Trained, prompt: str = PROMPT) -> str:
+    return mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=20)
 
 
 @pytest.mark.parametrize(
@@ -264,13 +264,12 @@ def test_prompt_cache_files(stories, drafted, chat_folder, cli, tmp_path):
 def test_the_installed_command(stories, drafter_folder):
     """One real process: what a shell sees."""
     command = shutil.which("redrafter-mlx", path=str(Path(sys.executable).parent))
-    pair = ["--model", str(stories.folder), "--drafter", str(drafter_folder)]
     # With a width, so that drafts are not timed.
-    options = [*pair, "-p", PROMPT, "-m", "20", "--beam-width", "2", "--stats"]
-    done = subprocess.run([command, "generate", *options], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == _stock_text(stories) + "\n"
-    assert b"Speculative: " in done.stderr
+    words = ["generate", stories.folder, "--drafter", drafter_folder, "--beam-width", "2"]
+    words += ["-p", PROMPT, "-m", "20", "--stats"]
+    done = subprocess.run([command, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, _stock_text(stories) + "\n"), done.stderr
+    assert "Speculative: " in done.stderr
 
 
 def test_version_help_and_interrupts(cli, plain, monkeypatch):
