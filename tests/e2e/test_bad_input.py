@@ -67,13 +67,6 @@ def test_without_a_drafter_drafts_come_out_of_the_text(stories, cli):
     assert result.out.startswith("equal: 40 tokens")
 
 
-def test_a_model_in_place_of_a_drafter(stories, cli):
-    """One whose trees are exact drafts itself."""
-    words = ("--model", stories.folder, "--drafter", stories.folder, "-p", "Hi", "-m", 4)
-    stock = mlx_lm.generate(stories.model, stories.tokenizer, "Hi", max_tokens=4)
-    assert cli("generate", *words)[:2] == (0, stock + "\n")
-
-
 Damage = Callable[[Path], Any]
 
 
