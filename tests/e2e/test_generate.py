@@ -57,13 +57,8 @@ def _stock_text(stories: Trained, prompt: str = PROMPT) -> str:
     return mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=20)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [[], ["--beam-width", 2, "--beam-length", 3, "--tree-nodes", 4], ["--select", "beam"]],
-    ids=str,
-)
-def test_text_goes_to_stdout_and_statistics_to_stderr(stories, drafted, shape):
-    result = drafted(*shape, "--stats")
+def test_text_goes_to_stdout_and_statistics_to_stderr(stories, drafted):
+    result = drafted("--beam-width", 2, "--beam-length", 3, "--tree-nodes", 4, "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     beginnings = "==========", "Prompt: 5 tokens, ", "Generation: 20 tokens, ", "Peak memory: "
     lines = result.err.splitlines()
