@@ -285,8 +285,7 @@ def test_check_and_compare(target, drafter, tmp_path, cli, monkeypatch):
     (tmp_path / "prompts.txt").write_text("abc abc\n")
     out = tmp_path / "compare.json"
     options = ("--prompts", tmp_path / "prompts.txt", "--shapes", "1x3", "--repeats", 1, "-o", out)
-    result = cli("bench", "compare", *pair, *options)
-    assert result.code == 0, result.err
+    cli("bench", "compare", *pair, *options).done()
     rows = json.loads(out.read_text())["rows"]
     assert {row["num_different"] for row in rows if "auto" in row["arm"]} == {0}
 
@@ -294,8 +293,7 @@ def test_check_and_compare(target, drafter, tmp_path, cli, monkeypatch):
 def test_a_new_kind_needs_a_folder_and_an_entry(tmp_path, cli):
     """To be inspected; the tests above have the rest."""
     folder = write_heads(tmp_path / "toy", make_toy)
-    inspected = cli("convert", folder)
-    assert inspected.code == 0
+    inspected = cli("convert", folder).done()
     assert f"{toy.NAME}, which `load` reads as it is" in " ".join(inspected.out.split())
     refused = cli("convert", folder, tmp_path / "out")
     assert refused.code != 0
