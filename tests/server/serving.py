@@ -21,7 +21,7 @@ from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.listening import Server, listen
 from mlx_redrafter.server.models import Model, Models
-from mlx_redrafter.server.protocols.service import Service
+from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
@@ -109,6 +109,21 @@ class Served:
         return begin(self.port, {"prompt": "A", "max_tokens": 480, "stream": True, **fields})
 
 
+def hold(
+    patch: pytest.MonkeyPatch, is_held: Callable[[Any], bool]
+) -> tuple[threading.Event, threading.Event]:
+    """Hold some requests amid their preparation; return events: one has begun, and all go on."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait(request: Any, *_: Any) -> None:
+        if is_held(request):
+            begun.set()
+            assert goes_on.wait(60)
+
+    at_call(patch, service, "fit", wait)
+    return begun, goes_on
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 90
     while not is_so():
@@ -177,7 +192,7 @@ def serving(
     served = [Model("tiny", lambda: engine), *others]
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
-    application = make_application(Service(models, worker, callers))
+    application = make_application(service.Service(models, worker, callers))
     server = Server(application, limits.client_timeout, grace, worker)
     with running(server) as port:
         yield Served(port, worker, engine, served)

@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import logging
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from types import SimpleNamespace
@@ -22,11 +21,9 @@ from mlx_redrafter.server import listening
 from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.listening import Server
-from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
-from tests.helpers.calls import at_call
-from tests.server.serving import KEY, PATH, answer_on, make_engine, sent, serving
+from tests.server.serving import KEY, PATH, answer_on, hold, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
 
@@ -181,17 +178,10 @@ def test_long_prompts_are_not_encoded_whole(quick):
 
 def test_no_prompt_waits_for_a_long_one(quick, monkeypatch):
     """The encoding of a large body lasts until the small one has its answer."""
-    is_answered, began = threading.Event(), threading.Event()
-
-    def wait(request: Any, *_: Any) -> None:
-        if len(request.prompts[0]) > 1000:
-            began.set()
-            assert is_answered.wait(60)
-
-    at_call(monkeypatch, service, "fit", wait)
+    began, goes_on = hold(monkeypatch, lambda request: len(request.prompts[0]) > 1000)
     with ThreadPoolExecutor(1) as clients:
         large = clients.submit(quick.send, PATH, {"prompt": "A" * 300_000})
         assert began.wait(60)
         assert quick.send(PATH, TEXT)[0] == 200
-        is_answered.set()
+        goes_on.set()
         assert large.result()[0] == 400

@@ -18,10 +18,9 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Model, Models
-from mlx_redrafter.server.protocols import service
 from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, PATH, Served, make_engine, serving, wait_until
+from tests.server.serving import DEFAULTS, PATH, Served, hold, make_engine, serving, wait_until
 
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
 
@@ -91,14 +90,7 @@ def test_idle_models_are_unloaded():
 
 def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     """No other one is loaded beside it, though the worker does not know the request yet."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def wait(request: Any, *_: Any) -> None:
-        if request.model == "tiny":
-            begun.set()
-            assert goes_on.wait(60)
-
-    at_call(monkeypatch, service, "fit", wait)
+    begun, goes_on = hold(monkeypatch, lambda request: request.model == "tiny")
     others = _models("second")
     with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
         with ThreadPoolExecutor(2) as clients:
