@@ -54,8 +54,7 @@ def _line(result: Result, code: int) -> str:
 
 
 def _tokens(result: Result) -> list[int]:
-    assert result.code == 0, result.err
-    tokens: list[int] = json.loads(result.out)["tokens"]
+    tokens: list[int] = json.loads(result.done().out)["tokens"]
     return tokens
 
 
@@ -90,8 +89,7 @@ def test_a_name_alone_runs(hub, cli):
     asked = _line(cli("run", name, "Once"), 2)
     assert f"Download {MODEL} (" in asked
     assert hub.fetched == [f"{MODEL}/config.json"], "which says whether the model is supported"
-    first = cli("run", name, "Once", "--yes", "-m", "8")
-    assert first.code == 0, first.err
+    first = cli("run", name, "Once", "--yes", "-m", "8").done()
     assert f"drafter: {DRAFTER} (" in first.err
     fetched = list(hub.fetched)
     again = cli("run", name, "Once", "-m", "8")
@@ -213,8 +211,7 @@ def test_a_damaged_drafter_is_replaced_by_lookup(hub, cli, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     hub.add(DRAFTER, damaged)
     for options in (("--drafter", "auto", "--yes"), ()):
-        result = _generate(cli, *options)
-        assert result.code == 0
+        result = _generate(cli, *options).done()
         assert "drafter: prompt lookup" in result.err
     assert "Traceback" not in result.err
 
@@ -235,8 +232,7 @@ def test_a_too_large_model(hub, cli, monkeypatch):
 def test_lookup_drafts_offline(hub, cli, monkeypatch):
     _generate(cli, "--drafter", "none", "--yes")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    result = _generate(cli, "--drafter", "auto")
-    assert result.code == 0
+    result = _generate(cli, "--drafter", "auto").done()
     assert "on the Hugging Face Hub" in result.err
     assert result.err.count("\n") == 2, result.err
 

@@ -36,8 +36,7 @@ def chat(chat_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Chat:
 def test_answers_are_those_to_the_whole_chat(stories, chat, options):
     """It begins anew at /reset, and ends at /exit."""
     messages = ["Hi", "Who is Tim", "/reset", "", "And then", "/exit", "Hi"]
-    answers = chat(messages, "-m", 12, "--system-prompt", "Be good", *options, "--verbose")
-    assert answers.code == 0
+    answers = chat(messages, "-m", 12, "--system-prompt", "Be good", *options, "--verbose").done()
     assert answers.err.count("tokens/s\n") == 3
     text, expected = "[system]Be good", ""
     for message in ("Hi", "Who is Tim", "And then"):
@@ -75,8 +74,7 @@ def test_a_chat_goes_on_at_the_end_of_its_context(chat_folder, tmp_path, chat, m
 
     at_call(monkeypatch, conversation, "encode_chat", check)
     lines = [*["Tell me of a cat and a dog"] * 9, "x" * 4000, "Hi"]
-    found = chat(lines, "-m", 60, "--system-prompt", "Be good", command=("chat", model))
-    assert found.code == 0
+    found = chat(lines, "-m", 60, "--system-prompt", "Be good", command=("chat", model)).done()
     assert found.err.count(f"the model's context of {context} tokens is full") >= 3
     assert found.err.count("error: ") == 1  # of the message that is too long by itself
     assert f"the model's context is {context}" in found.err or f"at most {context}" in found.err
@@ -92,8 +90,9 @@ def test_a_message_beyond_the_memory_loses_no_other(tmp_path, chat, monkeypatch)
 
     at_call(monkeypatch, Engine, "stream", refuse)
     file = tmp_path / "chat.jsonl"
-    found = chat(["Who is Tim", "word " * 60, f"/save {file}"], "-m", 8, "--drafter", "lookup")
-    assert found.code == 0
+    found = chat(
+        ["Who is Tim", "word " * 60, f"/save {file}"], "-m", 8, "--drafter", "lookup"
+    ).done()
     assert "error: the prompt does not fit into memory" in found.err
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]
@@ -115,8 +114,7 @@ def test_commands_of_a_chat(chat_folder, tmp_path, chat):
     lines += ["/help", "/set temp 0.5", "/set temp -1", "/set no 1", "/set system Be good", "/set"]
     lines += ["/nonsense", "/save ~no-such-user.jsonl", "/bye", "Hi"]
     options = ("-m", 8, "--temp", 0, "--drafter", "lookup")
-    found = chat(lines, *options, command=("run", chat_folder))
-    assert found.code == 0
+    found = chat(lines, *options, command=("run", chat_folder)).done()
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]
     assert saved[0]["content"] == "Who\nis Tim"

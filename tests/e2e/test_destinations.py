@@ -130,7 +130,7 @@ def test_leftovers_of_a_killed_run_are_told_from_files_of_others(tmp_path):
 
 
 def test_overwriting_keeps_other_files(home, cli):
-    assert cli("convert", "drafter", "foreign", "--to", "pytorch", "--overwrite").code == 0
+    cli("convert", "drafter", "foreign", "--to", "pytorch", "--overwrite").done()
     names = {path.name for path in (home / "foreign").iterdir()}
     assert names == {"thesis.txt", "config.json", "model.safetensors"}
     assert (home / "foreign" / "thesis.txt").read_text() == "mine"
@@ -140,9 +140,9 @@ def test_a_page_replaces_pages_alone(home, cli, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
     prompts = ["--prompts", "texts.txt", "--num-prompts", 1, "--batch-sizes", 1, "--temps", 0]
     brief = ["-m", 8, "--repeats", 1, "--model", "model", "--out", "r.json"]
-    assert cli("bench", "speed", *prompts, *brief).code == 0
+    cli("bench", "speed", *prompts, *brief).done()
     for _ in range(2):
-        assert cli("bench", "share", "r.json", "-o", "page.md").code == 0
+        cli("bench", "share", "r.json", "-o", "page.md").done()
     own = Path("page.md").read_text()
     Path("above.md").write_text(f"# My diary\n\n{own}")
     Path("below.md").write_text(f"{own}\nMy notes.\n")

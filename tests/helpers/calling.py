@@ -37,17 +37,15 @@ def calling_engine(kind: str = "json_tools") -> Engine:
 
 
 def _model(tokenizer: TokenizerWrapper) -> nn.Module:
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
     table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=0.1, key=mx.random.key(0))
     # Whatever comes before, a quotation mark and a brace end strings and objects soon.
-    table[:, ids('"')[0]] += 4.0
-    table[:, ids("}")[0]] += 3.0
-    chain = [*ids(TELL), *ids("Done."), tokenizer.eos_token_id]
+    encode = tokenizer.encode
+    table[:, encode('"')[0]] += 4.0
+    table[:, encode("}")[0]] += 3.0
+    chain = [*encode(f"{TELL}Done."), tokenizer.eos_token_id]
     for one, after in pairwise(chain):
         table[one, after] += 9.0
-    table[ids(ASK)[0], tokenizer.tool_call_start_tokens[0]] += 20.0
+    table[encode(ASK)[0], tokenizer.tool_call_start_tokens[0]] += 20.0
     table[tokenizer.tool_call_end_tokens[-1], tokenizer.eos_token_id] += 20.0
     sizes = tiny_sizes("llama", VOCAB_SIZE, 1 << 17)
     sizes |= {"hidden_size": VOCAB_SIZE, "num_hidden_layers": 1, "intermediate_size": 8}

@@ -35,6 +35,11 @@ class Result(NamedTuple):
     out: str
     err: str
 
+    def done(self) -> "Result":
+        """This, of a command that must have done its work."""
+        assert self.code == 0, self.err
+        return self
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     """Run ``redrafter-mlx`` with these arguments."""

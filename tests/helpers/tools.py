@@ -50,3 +50,8 @@ def tool_tokenizer(kind: str = "json_tools", thinks: bool = False) -> TokenizerW
         tool_call_end=parser.tool_call_end,
         tool_parser=parser.parse_tool_call,
     )
+
+
+def spell(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """A text letter by letter, without tokens of several letters."""
+    return [token for character in text for token in tokenizer.encode(character)]

@@ -29,7 +29,7 @@ from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools
 from tests.helpers.drafts import Scripted
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.helpers.tools import MARKS, tool_tokenizer
+from tests.helpers.tools import MARKS, spell, tool_tokenizer
 from tests.property.test_grammars import TREE, fits, random_schema
 from tests.server.serving import DEFAULTS
 
@@ -192,7 +192,7 @@ def test_an_answer_is_a_call_or_fits_its_format(seed):
         script = Scripted(tokens, VOCAB_SIZE)
         assert answer(kind, request, 2 * seed, script, **TREE)[0] == tokens
     engine = Engine(MODEL, TOKENIZERS["json_tools", 1], None)
-    thinking = engine.tokenizer.encode("<think>", add_special_tokens=False)
+    thinking = engine.tokenizer.encode("<think>")
     grammar = make_grammar(engine, [5, *thinking], Tools([]), AnswerFormat(asked, "format"))
     close = mx.zeros((VOCAB_SIZE,)).at[thinking[0] + 1].add(6.0)
     options: dict[str, Any] = {"logits_processors": [lambda _, logits: logits + close]}
@@ -229,14 +229,6 @@ def _held() -> tuple[Engine, Any]:
     return engine, make_grammar(engine, PROMPT, REQUEST.tools, None)
 
 
-def _ids(engine: Engine, text: str) -> list[int]:
-    return list(engine.tokenizer.encode(text, add_special_tokens=False))
-
-
-def _characters(engine: Engine, text: str) -> list[int]:
-    return [token for character in text for token in _ids(engine, character)]
-
-
 def _write(engine: Engine, tokens: list[int]) -> Any:
     """The parts of an answer whose tokens are chosen by a script, added up."""
     grammar = make_grammar(engine, PROMPT, REQUEST.tools, None)
@@ -253,7 +245,7 @@ def _write(engine: Engine, tokens: list[int]) -> Any:
 
 def test_a_marker_in_pieces_and_an_end_within_a_string():
     engine = _engine()
-    ids, characters = partial(_ids, engine), partial(_characters, engine)
+    ids, characters = engine.tokenizer.encode, partial(spell, engine.tokenizer)
     said = "a </tool_call> b"
     string = [*ids('": "say", "arguments": {"text": "'), *characters(said), *ids('"}}')]
     for start in (ids('l>{"name'), [*characters("l>"), *ids('{"name')]):
@@ -266,11 +258,11 @@ def test_a_marker_in_pieces_and_an_end_within_a_string():
 
 def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker():
     engine, grammar = _held()
-    good, bad = (_ids(engine, text)[0] for text in ('l>{"name', "l>no"))
+    good, bad = (engine.tokenizer.encode(text)[0] for text in ('l>{"name', "l>no"))
     masks = engine.masks(grammar)
     logits = mx.zeros((1, VOCAB_SIZE))
     assert mx.isfinite(masks.apply(logits, [-1], [0])).all()
-    masks.extend(_characters(engine, "<tool_cal"))
+    masks.extend(spell(engine.tokenizer, "<tool_cal"))
     allowed = mx.isfinite(masks.apply(logits, [0], [0]))[0].tolist()
     assert allowed[good]
     assert [token for token in range(VOCAB_SIZE) if not allowed[token]] == [bad]

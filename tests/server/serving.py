@@ -21,18 +21,16 @@ from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.listening import Server, listen
 from mlx_redrafter.server.models import Model, Models
-from mlx_redrafter.server.protocols.service import Service
+from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
 
-VOCAB_SIZE = 64
 KEY = "secret"
+PATH = "/v1/completions"
 DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
 # As without --max-tokens.
 UNLIMITED = GenerationOptions(max_tokens=-1, prefill_step_size=16)
-
-
 # Arguments of a tool that tells of a city's weather.
 CITY: dict[str, Any] = {
     "type": "object",
@@ -43,14 +41,9 @@ CITY: dict[str, Any] = {
 
 
 def make_engine(context: int = 512, **wrapping: Any) -> Engine:
-    """A random model with a random drafter.
-
-    Args:
-        context: Context of the model.
-        **wrapping: Arguments of mlx-lm's ``TokenizerWrapper``.
-    """
+    """A random model with a random drafter; ``wrapping`` are arguments of mlx-lm's wrapper."""
     model, tokenizer = tiny_llama(seed=4, context=context), chat_tokenizer(**wrapping)
-    return Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
+    return Engine(model, tokenizer, random_drafter(64, 32))
 
 
 @dataclass
@@ -87,6 +80,12 @@ class Served:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text.decode()
 
+    def text(self, **fields: Any) -> str:
+        """The text after a prompt, which the server must write."""
+        status, reply = self.send(PATH, fields)
+        assert status == 200, reply
+        return str(reply["choices"][0]["text"])
+
     def openai(self) -> Any:
         """OpenAI's client of this server."""
         import openai
@@ -110,6 +109,21 @@ class Served:
         return begin(self.port, {"prompt": "A", "max_tokens": 480, "stream": True, **fields})
 
 
+def hold(
+    patch: pytest.MonkeyPatch, is_held: Callable[[Any], bool]
+) -> tuple[threading.Event, threading.Event]:
+    """Hold some requests amid their preparation; return events: one has begun, and all go on."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait(request: Any, *_: Any) -> None:
+        if is_held(request):
+            begun.set()
+            assert goes_on.wait(60)
+
+    at_call(patch, service, "fit", wait)
+    return begun, goes_on
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 90
     while not is_so():
@@ -127,7 +141,7 @@ def begin(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
     """Ask a server for a text, which is not read."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    connection.request("POST", PATH, json.dumps(body), headers)
     return connection
 
 
@@ -178,7 +192,7 @@ def serving(
     served = [Model("tiny", lambda: engine), *others]
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
-    application = make_application(Service(models, worker, callers))
+    application = make_application(service.Service(models, worker, callers))
     server = Server(application, limits.client_timeout, grace, worker)
     with running(server) as port:
         yield Served(port, worker, engine, served)

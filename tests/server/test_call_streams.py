@@ -11,10 +11,7 @@ from tests.server.serving import CITY, UNLIMITED, events, serving
 
 SCHEMA = CITY | {"properties": {"city": {"type": "string", "minLength": 1, "maxLength": 20}}}
 MESSAGES = [{"role": "user", "content": "Weather?"}]
-
-
-def _tool(**more: Any) -> dict[str, Any]:
-    return {"name": "weather", **more}
+TOOL = {"name": "weather"}
 
 
 def _read_chat(events: list[Any]) -> list[str]:
@@ -49,7 +46,7 @@ def _read_ollama(events: list[Any]) -> list[str]:
     return [json.dumps(call["function"]["arguments"]) for call in calls]
 
 
-FUNCTION = {"type": "function", "function": _tool(parameters=SCHEMA)}
+FUNCTION = {"type": "function", "function": {**TOOL, "parameters": SCHEMA}}
 # Path, body, arguments of the whole answer and pieces of the stream, of each protocol.
 PROTOCOLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "chat": (
@@ -60,13 +57,13 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[
     ),
     "messages": (
         "/v1/messages",
-        {"messages": MESSAGES, "tools": [_tool(input_schema=SCHEMA)], "max_tokens": 200},
+        {"messages": MESSAGES, "tools": [{**TOOL, "input_schema": SCHEMA}], "max_tokens": 200},
         lambda whole: json.dumps(whole["content"][0]["input"]),
         _read_messages,
     ),
     "responses": (
         "/v1/responses",
-        {"input": "Weather?", "tools": [_tool(type="function", parameters=SCHEMA)]},
+        {"input": "Weather?", "tools": [{**TOOL, "type": "function", "parameters": SCHEMA}]},
         lambda whole: whole["output"][0]["arguments"],
         _read_responses,
     ),
@@ -102,11 +99,8 @@ def test_a_cut_call_is_no_error(calling, name):
         assert "error" not in text.replace('"error":null', "").replace('"error": null', "")
 
 
-def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    asked: dict[str, Any] = json.loads(
-        json.dumps(body).replace(json.dumps(SCHEMA), json.dumps(schema))
-    )
-    return asked
+def _asking(body: dict[str, Any], schema: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(body).replace(json.dumps(SCHEMA), json.dumps(schema)))
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

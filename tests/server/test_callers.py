@@ -4,10 +4,8 @@ import asyncio
 import http.client
 import logging
 import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,14 +21,11 @@ from mlx_redrafter.server import listening
 from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.listening import Server
-from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
-from tests.helpers.calls import at_call
-from tests.server.serving import KEY, answer_on, make_engine, sent, serving
+from tests.server.serving import KEY, PATH, answer_on, hold, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
-PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +106,9 @@ def test_a_body_that_never_comes(quick, head, status):
         response, _ = answer_on(connection)
         assert response.status == status
         assert response.getheader("Connection") == "close"
-        begin = time.monotonic()
-        try:
+        with suppress(ConnectionError):
             connection.sendall(b"x")
-            rest = connection.recv(1)
-        except ConnectionError:
-            rest = b""
-        assert rest == b""
-        assert time.monotonic() - begin < 60
+            assert connection.recv(1) == b""
 
 
 def test_a_body_that_comes_late_keeps_the_connection(quick):
@@ -136,8 +126,8 @@ def test_connections_beyond_the_maximum(monkeypatch):
     with serving(make_engine()) as served:
         silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
         assert served.send("/health", key=None)[0] == 200
-        with pytest.raises(ConnectionError):
-            raise ConnectionError if silent[0].recv(1) == b"" else AssertionError
+        with suppress(ConnectionError):
+            assert silent[0].recv(1) == b""
         for one in silent:
             one.close()
 
@@ -188,17 +178,10 @@ def test_long_prompts_are_not_encoded_whole(quick):
 
 def test_no_prompt_waits_for_a_long_one(quick, monkeypatch):
     """The encoding of a large body lasts until the small one has its answer."""
-    is_answered, began = threading.Event(), threading.Event()
-
-    def wait(request: Any, *_: Any) -> None:
-        if len(request.prompts[0]) > 1000:
-            began.set()
-            assert is_answered.wait(60)
-
-    at_call(monkeypatch, service, "fit", wait)
+    began, goes_on = hold(monkeypatch, lambda request: len(request.prompts[0]) > 1000)
     with ThreadPoolExecutor(1) as clients:
         large = clients.submit(quick.send, PATH, {"prompt": "A" * 300_000})
         assert began.wait(60)
         assert quick.send(PATH, TEXT)[0] == 200
-        is_answered.set()
+        goes_on.set()
         assert large.result()[0] == 400

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import openai
 import pytest
 
 from tests.server.serving import KEY
@@ -36,11 +37,12 @@ FUNCTION: dict[str, Any] = {
 def test_openai_streams_with_a_role_and_forced_calls(calling):
     with calling.openai() as client:
         options: Any = {"model": "tiny", "messages": QUESTION, "n": 2}
-        with client.chat.completions.stream(**options, tools=[_strict(FUNCTION)]) as stream:
+        tool = openai.pydantic_function_tool(City, name="weather")
+        with client.chat.completions.stream(**options, tools=[tool]) as stream:
             final = stream.get_final_completion()
         for choice in final.choices:
             assert (choice.message.role, choice.finish_reason) == ("assistant", "tool_calls")
-            assert choice.message.tool_calls[0].function.parsed_arguments["name"]
+            assert choice.message.tool_calls[0].function.parsed_arguments.name
         plain = client.chat.completions.parse(
             model="tiny", messages=QUESTION, response_format=City, reasoning_effort="low"
         )
@@ -54,12 +56,6 @@ def test_openai_streams_with_a_role_and_forced_calls(calling):
                 parallel_tool_calls=False,
             )
             assert len(made.choices[0].message.tool_calls) == 1
-
-
-def _strict(function: dict[str, Any]) -> dict[str, Any]:
-    inner = dict(function["function"])
-    inner["parameters"] = {**inner["parameters"], "additionalProperties": False}
-    return {"type": "function", "function": {**inner, "strict": True}}
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat", "responses"])

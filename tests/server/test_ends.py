@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 from urllib.request import urlopen
@@ -24,7 +25,8 @@ from mlx_redrafter.server.protocols.anthropic import MessageWriter
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import Reply
 from tests.helpers.hostile import no_room
-from tests.server.serving import KEY, begin, events, make_engine, serving, wait_until
+from tests.helpers.models import chat_tokenizer, tiny_llama
+from tests.server.serving import KEY, PATH, begin, events, make_engine, serving, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
 
@@ -46,28 +48,28 @@ def port_of(server: Any) -> int:
     return next(int(found[1]) for found in ports if found)
 
 
-def _ask(port: int, answers: list[Any], **fields: Any) -> threading.Thread:
-    def ask() -> None:
-        with closing(begin(port, LONG | fields)) as connection:
-            response = connection.getresponse()
-            answers.append((response.status, response.read().decode()))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(6) as pool:
+        yield pool
 
 
-def test_texts_that_outlast_the_grace(monkeypatch):
+def _ask(port: int, **fields: Any) -> tuple[int, str]:
+    """Ask for a text; return the status and the answer."""
+    with closing(begin(port, LONG | fields)) as connection:
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_texts_that_outlast_the_grace(clients, monkeypatch):
     """Streams get an event, whole texts and those that wait a status, and the thread ends."""
-    answers: list[Any] = []
     with serving(make_engine(context=4096), Limits(max_running=2), grace=0.3) as served:
         served.slow_down(monkeypatch, 0.01)
-        ways = [{"stream": True}, {"stream": False}] * 2
-        threads = [_ask(served.port, answers, prompt="A", max_tokens=4000, **way) for way in ways]
+        long = partial(_ask, served.port, prompt="A", max_tokens=4000)
+        asked = [clients.submit(long, stream=stream) for stream in (True, False) * 2]
         served.wait_for(waiting_requests=2)
         time.sleep(0.1)
-    for thread in threads:
-        thread.join(90)
+    answers = [one.result() for one in asked]
     assert sorted(status for status, _ in answers) == [200, 200, 503, 503]
     for _, text in answers:  # the last event, or the whole
         assert events(text)[-1]["error"]["code"] == "shutting_down"
@@ -94,24 +96,21 @@ def _num_running(port: int) -> int:
     return sum(map(int, gauges))
 
 
-def test_sigterm_under_load():
+def test_sigterm_under_load(clients):
     """Texts that were begun are written to their end; nobody is left without an answer."""
     with process("--drafter", "none", "--max-running", "2") as server:
-        port, answers = port_of(server), list[tuple[int, str]]()
-        ways = [{}] * 5 + [{"stream": True}]
-        threads = [_ask(port, answers, temperature=0, max_tokens=60, **way) for way in ways]
+        port = port_of(server)
+        short = partial(_ask, port, temperature=0, max_tokens=60)
+        asked = [clients.submit(short, stream=number == 5) for number in range(6)]
         # All have come, and most have not ended.
-        wait_until(lambda: len(answers) + _num_running(port) >= 6)
+        wait_until(lambda: sum(one.done() for one in asked) + _num_running(port) >= 6)
         server.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join()
+        *wholes, (_, stream) = answers = [one.result() for one in asked]
         assert server.wait(60) == 0
         with pytest.raises(ConnectionError):
             socket.create_connection(("127.0.0.1", port))
     assert [status for status, _ in answers] == [200] * 6
-    (stream,) = (text for _, text in answers if text.startswith("data: "))
-    wholes = [json.loads(text) for _, text in answers if text != stream]
-    (text,) = {one["choices"][0]["text"] for one in wholes}
+    (text,) = {json.loads(whole)["choices"][0]["text"] for _, whole in wholes}
     assert "".join(one["choices"][0]["text"] for one in events(stream)) == text
     assert stream.endswith("data: [DONE]\n\n")
 
@@ -121,27 +120,25 @@ def test_sigterm_under_load():
     [([signal.SIGINT], 130), ([signal.SIGHUP, signal.SIGTERM], 0)],
     ids=["Ctrl-C", "SIGHUP and SIGTERM"],
 )
-def test_a_second_signal_ends_texts_at_once(signals, code):
+def test_a_second_signal_ends_texts_at_once(clients, signals, code):
     with process("--drafter", "none") as server:
-        port, answers = port_of(server), list[Any]()
-        threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
+        port = port_of(server)
+        asked = [clients.submit(_ask, port, stream=stream) for stream in (True, True, False)]
         wait_until(lambda: _num_running(port) == 3)
         for one in signals:
             server.send_signal(one)
             time.sleep(0.2)
         assert server.wait(25) == code  # after one signal the texts would have 30 seconds
-        _check_end(server, threads, answers)
+        assert set(_statuses(server, asked)) <= {200, 503}
 
 
-def _check_end(server: Any, threads: list[threading.Thread], answers: list[Any]) -> None:
-    for thread in threads:
-        thread.join(90)
+def _statuses(server: Any, asked: list[Future[tuple[int, str]]]) -> list[int]:
+    """Statuses of the answers, all of which tell of the end; the log has no error."""
     log = server.stderr.read()
     assert "Traceback" not in log
     assert "terminate" not in log
-    assert len(answers) == len(threads)
-    assert {status for status, _ in answers} <= {200, 503}
-    assert all("shutting_down" in text for _, text in answers)
+    assert all("shutting_down" in one.result()[1] for one in asked)
+    return [one.result()[0] for one in asked]
 
 
 # A chunk of a prompt that takes longer than anyone waits, as MLX may.
@@ -152,11 +149,11 @@ scheduler.prefill_together = lambda *_: time.sleep(60)
 """
 
 
-def test_a_second_signal_in_the_middle_of_a_prompt():
+def test_a_second_signal_in_the_middle_of_a_prompt(clients):
     with process("--drafter", "none", code=SLOW_CHUNK) as server:
-        port, answers = port_of(server), list[Any]()
-        prompt = "Once upon a time " * 100
-        threads = [_ask(port, answers, stream=one, prompt=prompt) for one in (True, False)]
+        port = port_of(server)
+        long = partial(_ask, port, prompt="Once upon a time " * 100)
+        asked = [clients.submit(long, stream=stream) for stream in (True, False)]
         wait_until(lambda: _num_running(port) == 2)
         server.send_signal(signal.SIGINT)
         with suppress(ConnectionError):  # until it has noticed the first one
@@ -168,8 +165,7 @@ def test_a_second_signal_in_the_middle_of_a_prompt():
         assert server.wait(60) == 130
         # 1.5 s, and some for a machine that is busy; the grace is 30 s
         assert time.monotonic() - begun < 25
-        _check_end(server, threads, answers)
-    assert sorted(status for status, _ in answers) == [200, 503]
+        assert _statuses(server, asked) == [200, 503]
 
 
 def test_a_signal_while_the_model_is_loaded():
@@ -184,7 +180,6 @@ def test_a_signal_while_the_model_is_loaded():
 
 # Clients that end at once or do not read, and a full disk
 
-PATH = "/v1/completions"
 OTHER = {"prompt": "THE OTHER CLIENT", "max_tokens": 30, "seed": 3, "temperature": 1.0}
 STREAM = {"prompt": "ABC" * 100, "max_tokens": 200, "stream": True}
 
@@ -200,8 +195,8 @@ def _bytes(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[None]:
-    """A client that has sent and read so many bytes, and is gone at the end of the block.
+def _lost_client(port: int, body: dict[str, Any], sent: int | None, read: int) -> Iterator[None]:
+    """A client that has sent so many bytes, or all, has read some, and is gone after the block.
 
     The system closes the socket of a process that is killed in the same way.
     """
@@ -214,30 +209,28 @@ def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Itera
         yield
 
 
-WHOLE = 1 << 20
 PHASES = {
     "half a header": [(STREAM, 40, 0)],
     "half a body": [(STREAM, len(_bytes(STREAM)) - 30, 0)],
-    "in its prompt": [(STREAM, WHOLE, 0)],
-    "waiting for a whole text": [({**STREAM, "stream": False}, WHOLE, 0)],
-    "with several texts": [({**STREAM, "n": 4, "logprobs": 5}, WHOLE, 300)],
-    "in streams and in the queue": [(STREAM, WHOLE, 300), (STREAM, WHOLE, 300), (STREAM, WHOLE, 0)],
+    "in its prompt": [(STREAM, None, 0)],
+    "waiting for a whole text": [({**STREAM, "stream": False}, None, 0)],
+    "with several texts": [({**STREAM, "n": 4, "logprobs": 5}, None, 300)],
+    "in streams and in the queue": [(STREAM, None, 300), (STREAM, None, 300), (STREAM, None, 0)],
 }
 
 
 def test_clients_end_at_once():
     """Others get their own texts meanwhile, and nothing of the dead ones' stays."""
     with serving(make_engine(), Limits(max_running=2)) as narrow:  # a third text waits
-        expected = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
+        expected = narrow.text(**OTHER)
         for phase, clients in PHASES.items():
             with ExitStack() as stack:
                 for client in clients:
                     stack.enter_context(_lost_client(narrow.port, *client))
                 if len(clients) == 1:
-                    during = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
-                    assert during == expected, phase
+                    assert narrow.text(**OTHER) == expected, phase
             narrow.wait_until_idle()
-            assert narrow.send(PATH, OTHER)[1]["choices"][0]["text"] == expected, phase
+            assert narrow.text(**OTHER) == expected, phase
             assert narrow.worker.counters.texts["failed"] == 0, phase
 
 
@@ -249,18 +242,17 @@ def test_a_client_that_does_not_read_is_cut_off():
     }
     limits = Limits(client_timeout=0.5, max_context=4096)
     with serving(make_engine(context=4096), limits) as served:
-        with _lost_client(served.port, body, WHOLE, 100):
+        with _lost_client(served.port, body, None, 100):
             texts = served.worker.counters.texts
             wait_until(lambda: texts["cancelled"] or texts["length"] == 2)
             assert texts["cancelled"], "it was never cut off"
-            assert served.send(PATH, OTHER)[0] == 200
+            assert served.text(**OTHER)
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
     """No file can have a byte; texts do not need any."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = make_engine()
-    engine = Engine(plain.target.model, plain.tokenizer, "lookup")
+    engine = Engine(tiny_llama(), chat_tokenizer(), "lookup")
     with serving(engine, folder=tmp_path) as served, no_room():
         for _ in range(2):
             status, reply = served.send(PATH, {**STREAM, "max_tokens": 20, "stream": False})

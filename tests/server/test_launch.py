@@ -134,9 +134,8 @@ def test_every_agent_gets_the_address_and_the_model():
 
 
 def test_a_model_without_tools_is_named(cli, served):
-    served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
-    found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
-    assert found.code == 0
+    served.text(prompt="A", max_tokens=1)  # loads it
+    found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print").done()
     assert "tiny takes no tools" in found.err
 
 

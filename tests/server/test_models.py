@@ -18,18 +18,15 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Model, Models
-from mlx_redrafter.server.protocols import service
 from tests.helpers.calls import at_call
-from tests.helpers.models import random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, Served, make_engine, serving, wait_until
+from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
+from tests.server.serving import DEFAULTS, PATH, Served, hold, make_engine, serving, wait_until
 
-PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
 
 
 def _other(seed: int) -> Engine:
-    one = make_engine()
-    return Engine(tiny_llama(seed=seed), one.tokenizer, "lookup")
+    return Engine(tiny_llama(seed=seed), chat_tokenizer(), "lookup")
 
 
 def _models(*names: str) -> list[Model]:
@@ -45,10 +42,8 @@ def _states(served: Served) -> dict[str, str]:
 def test_models_take_turns():
     with serving(make_engine(), others=_models("second", "third")) as served:
         assert set(_states(served).values()) == {"not_loaded"}
-        expected = {
-            name: served.send(PATH, {**BODY, "model": name})[1]["choices"][0]["text"]
-            for name in ("tiny", "second", "third")
-        }
+        names = ("tiny", "second", "third")
+        expected = {name: served.text(**BODY, model=name) for name in names}
         assert len(set(expected.values())) == 3
         assert set(_states(served).values()) == {"loaded"}
         shown = served.send("/v1/models/second")[1]
@@ -58,8 +53,7 @@ def test_models_take_turns():
     with serving(make_engine(), limits, others=_models("second", "third")) as served:
 
         def ask(name: str) -> list[str]:
-            replies = [served.send(PATH, {**BODY, "model": name})[1] for _ in range(2)]
-            return [reply["choices"][0]["text"] for reply in replies]
+            return [served.text(**BODY, model=name) for _ in range(2)]
 
         with ThreadPoolExecutor(3) as clients:
             assert list(clients.map(ask, expected)) == [[one] * 2 for one in expected.values()]
@@ -72,12 +66,12 @@ def test_a_model_that_cannot_be_loaded(caplog):
         assert (status, reply["error"]["code"]) == (503, "model_not_loaded")
         assert "secret" not in reply["error"]["message"]
         assert "no such folder: /secret" in caplog.text
-        assert served.send(PATH, BODY)[0] == 200
+        assert served.text(**BODY)
 
 
 def test_the_drafter_in_use_is_named():
     """A drafter that was asked for and could not be loaded is not."""
-    model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
+    model, tokenizer = tiny_llama(seed=4), chat_tokenizer()
     drafters = {"none": None, "lookup": "lookup", "it": random_drafter(64, 32)}
     for expected, proposer in drafters.items():
         load = partial(Engine, model, tokenizer, proposer)
@@ -89,35 +83,24 @@ def test_the_drafter_in_use_is_named():
 
 def test_idle_models_are_unloaded():
     with serving(make_engine(), Limits(keep_alive=0.2)) as served:
-        first = served.send(PATH, BODY)[1]["choices"]
+        first = served.text(**BODY)
         wait_until(lambda: _states(served)["tiny"] != "loaded")
-        assert served.send(PATH, BODY)[1]["choices"] == first
+        assert served.text(**BODY) == first
 
 
 def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     """No other one is loaded beside it, though the worker does not know the request yet."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def wait(request: Any, *_: Any) -> None:
-        if request.model == "tiny":
-            begun.set()
-            assert goes_on.wait(60)
-
-    at_call(monkeypatch, service, "fit", wait)
+    begun, goes_on = hold(monkeypatch, lambda request: request.model == "tiny")
     others = _models("second")
     with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
-
-        def ask(name: str) -> int:
-            return served.send(PATH, {**BODY, "model": name})[0]
-
         with ThreadPoolExecutor(2) as clients:
-            first = clients.submit(ask, "tiny")
+            first = clients.submit(served.text, **BODY, model="tiny")
             assert begun.wait(60)
-            second = clients.submit(ask, "second")
+            second = clients.submit(served.text, **BODY, model="second")
             time.sleep(0.5)
             assert others[0].loaded is None
             goes_on.set()
-            assert [first.result(), second.result()] == [200, 200]
+            assert first.result() != second.result()
 
 
 def test_a_model_that_is_unloaded_at_once_serves_its_request(monkeypatch):
@@ -138,7 +121,7 @@ def test_a_model_that_a_client_unloads_amid_a_text_is_not_loaded_twice(monkeypat
         with closing(served.begin(model="second")) as connection:
             connection.getresponse()
             assert served.send("/api/generate", end)[1]["done_reason"] == "unload"
-            assert served.send(PATH, {**BODY, "model": "second"})[0] == 200
+            assert served.text(**BODY, model="second")
             assert len(loads) == 1
         wait_until(lambda: _states(served)["second"] != "loaded")
 
@@ -183,7 +166,7 @@ def test_an_entry_names_the_defaults_and_the_context():
     """Clients that show them, such as the chat page, need not know the command line."""
     defaults = GenerationOptions(max_tokens=7, temp=0.5, top_k=3)
     with serving(make_engine(), Limits(max_context=100), defaults) as served:
-        served.send(PATH, BODY)
+        served.text(**BODY)
         (entry,) = served.send("/v1/models")[1]["data"]
         assert entry["defaults"] == {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
         expected = {"context_length": 100, "has_chat": True, "has_tools": False}

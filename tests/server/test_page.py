@@ -62,14 +62,10 @@ def open_page(browser: Any) -> Iterator[Open]:
     """A function that opens a page, none of whose scripts may fail and which asks no other host."""
     errors: list[str] = []
     asked: list[str] = []
-    contexts: list[Any] = []
     urls: list[str] = []
 
     def opening(url: str, context: Any = None, **options: Any) -> Any:
-        if context is None:
-            context = browser.new_context(**options)
-            contexts.append(context)
-        page = context.new_page()
+        page = (context or browser.new_context(**options)).new_page()
         page.set_default_timeout(1000 * LIMIT)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
@@ -78,7 +74,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         return page
 
     yield opening
-    for context in contexts:
+    for context in browser.contexts:
         context.close()
     assert not errors
     assert all(one.startswith((*urls, "data:image/svg", "blob:")) for one in asked)
@@ -207,8 +203,8 @@ def test_a_stopped_answer_ends(tiny, served, monkeypatch):
 
 def test_a_long_chat_goes_on(tiny):
     """Twice the context of 512 tokens; the server refuses none of it for good."""
-    for i in range(24):
-        _send(tiny, f"{i} WORDS AND MORE")
+    for i in range(10):
+        _send(tiny, f"{i}{' WORDS AND MORE' * 4}")
         expect(tiny.locator("#alert")).to_be_empty()
     tiny.locator("article p.note", has_text="oldest messages were left out").first.wait_for()
 

@@ -84,19 +84,14 @@ def _write(
 ) -> tuple[list[int], int]:
     """Write a text as the worker does; return its tokens and the number of cached ones."""
     request, _ = read({"prompt": list(prompt)}, options)
-    text = ""
-
-    def receive(*parts: Any) -> None:
-        nonlocal text
-        text += "".join(part.content for part in parts)
-
-    job = Job(loaded, request, [list(prompt)], receive)
+    parts: list[Any] = []
+    job = Job(loaded, request, request.prompts, lambda *received: parts.extend(received))
     job.owner = owner
     limits = random.Random(len(prompt))
     while job.step():
         # With a text of another model beside it, chunks are short.
         loaded.scheduler.advance(others_wait=limits.random() < 0.5)
-    return TOKENIZER.encode(text), job.num_cached
+    return TOKENIZER.encode("".join(part.content for part in parts)), job.num_cached
 
 
 def _replay(

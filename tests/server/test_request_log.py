@@ -6,9 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.server.serving import KEY, wait_until
-
-PATH = "/v1/completions"
+from tests.server.serving import KEY, PATH, wait_until
 
 
 def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
@@ -19,7 +17,7 @@ def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 
 def test_a_text_has_tokens_and_a_speed(served, caplog):
     caplog.set_level(logging.INFO, "mlx_redrafter.server.replies")
-    served.send("/v1/completions", {"prompt": "AB", "max_tokens": 1})  # loads the model
+    served.text(prompt="AB", max_tokens=1)  # loads the model
     _lines(caplog, 1)
     for stream in True, False:
         caplog.clear()

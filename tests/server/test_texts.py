@@ -6,6 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import product
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,7 +29,8 @@ from mlx_redrafter.server.protocols.openai_completions import read as read_promp
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.calls import at_call
-from tests.server.serving import Served, make_engine, serving
+from tests.helpers.models import chat_tokenizer, tiny_llama
+from tests.server.serving import PATH, Served, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -96,7 +98,7 @@ def test_penalties_see_the_prefix_in_the_cache(served):
     processors = make_logits_processors(logit_bias={5: -3.5}, **penalties)
     expected = _text(served, body["prompt"], logits_processors=processors)
     for _ in range(2):
-        status, reply = served.send("/v1/completions", body)
+        status, reply = served.send(PATH, body)
         assert (status, reply["choices"][0]["text"]) == (200, expected)
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]) - 1
 
@@ -104,7 +106,7 @@ def test_penalties_see_the_prefix_in_the_cache(served):
 def test_completions_of_several_prompts(served):
     prompts = ["THE CAT", "THE DOG"]
     body = {"prompt": prompts, "max_tokens": 5, "logprobs": 1, "n": 2}
-    _, reply = served.send("/v1/completions", body)
+    _, reply = served.send(PATH, body)
     expected = [_text(served, one, max_tokens=5) for one in prompts for _ in range(2)]
     assert [one["text"] for one in reply["choices"]] == expected
     shown = reply["choices"][0]["logprobs"]
@@ -123,53 +125,41 @@ def test_offsets_of_a_stream_are_those_of_the_whole(served, client):
     assert [offset for one in parts for offset in one.text_offset] == whole
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_stop_strings(served, client, streams):
+def test_stop_strings(served, client):
     prompt = "THE OLD MAN"
     full = _text(served, prompt)
     stop = full[11:14]
     options: Any = {"model": "tiny", "prompt": prompt, "stop": ["\x7f\x7f", stop]}
-    if streams:
-        parts = list(client.completions.create(**options, stream=True))
-        text, reason = "".join(one.choices[0].text for one in parts), parts[-1].choices[0]
-    else:
-        reason = client.completions.create(**options).choices[0]
-        text = reason.text
-    assert text == full[: full.index(stop)]
-    assert reason.finish_reason == "stop"
-    assert client.completions.create(model="tiny", prompt=prompt).choices[0].text == full
+    whole = client.completions.create(**options).choices[0]
+    parts = [one.choices[0] for one in client.completions.create(**options, stream=True)]
+    assert whole.text == "".join(one.text for one in parts) == full[: full.index(stop)]
+    assert whole.finish_reason == parts[-1].finish_reason == "stop"
+    assert served.text(prompt=prompt) == full
 
 
 def test_many_clients_at_once(served):
     """8 clients, some of whom go away in the middle of a prompt or a text."""
     draw = random.Random(1)
     prompts = ["".join(draw.choices("ABCD EFG", k=draw.choice([3, 20, 90]))) for _ in range(10)]
-    cases = [
-        {"prompt": prompt, "temperature": temp, "seed": seed, "max_tokens": 16}
-        for prompt in prompts
-        for temp, seed in ((0, 0), (1.0, 5))
-    ]
-    expected = [
-        _text(served, one["prompt"], temp=one["temperature"], seed=one["seed"], max_tokens=16)
-        for one in cases
-    ]
+    cases = []
+    for prompt, (temp, seed) in product(prompts, ((0, 0), (1.0, 5))):
+        expected = _text(served, prompt, temp=temp, seed=seed, max_tokens=16)
+        body = {"prompt": prompt, "temperature": temp, "seed": seed, "max_tokens": 16}
+        cases.append((body, expected))
 
-    def ask(seed: int) -> list[Any]:
-        draw, wrong = random.Random(seed), []
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
         for _ in range(8):
             time.sleep(draw.random() * 0.02)
             if draw.random() < 0.3:
                 with closing(served.begin(prompt="AB CD " * 60, max_tokens=100)):
                     time.sleep(draw.random() * 0.2)
-                continue
-            number = draw.randrange(len(cases))
-            status, reply = served.send("/v1/completions", cases[number])
-            if status != 200 or reply["choices"][0]["text"] != expected[number]:
-                wrong.append((status, cases[number], reply))
-        return wrong
+            else:
+                body, expected = draw.choice(cases)
+                assert served.text(**body) == expected, body
 
     with ThreadPoolExecutor(8) as clients:
-        assert [one for wrong in clients.map(ask, range(8)) for one in wrong] == []
+        list(clients.map(ask, range(8)))  # which raises what they raise
     served.wait_until_idle()
     assert served.worker.counters.texts["failed"] == 0
     assert served.worker.counters.texts["cancelled"] > 0
@@ -178,21 +168,20 @@ def test_many_clients_at_once(served):
 def test_requests_beside_others_with_several_choices_do_not_fail(served):
     """A request that ends between the chunks of another one's prompt has ended once."""
 
-    def ask(number: int) -> list[int]:
+    def ask(number: int) -> None:
         several: dict[str, Any] = {"n": 8, "seed": 1} if number % 2 else {}
-        body = {"prompt": "ONCE UPON A TIME THERE WAS A", **several}
-        path = "/v1/completions"
-        return [served.send(path, {**body, "max_tokens": 1 + i % 5})[0] for i in range(6)]
+        for i in range(6):
+            served.text(prompt="ONCE UPON A TIME THERE WAS A", max_tokens=1 + i % 5, **several)
 
     with ThreadPoolExecutor(4) as clients:
-        assert {one for found in clients.map(ask, range(4)) for one in found} == {200}
+        list(clients.map(ask, range(4)))
     served.wait_until_idle()
 
 
 def test_prompts_that_wait_together_share_their_passes(monkeypatch):
     """In a worker without a thread."""
-    one = make_engine(context=8192)
-    engine, worker = Engine(one.target.model, one.tokenizer, None), Worker(Limits())
+    model, worker = tiny_llama(context=8192), Worker(Limits())
+    engine = Engine(model, chat_tokenizer(), None)
     defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
     loaded = LoadedModel(engine, defaults, PrefixStore(0))
     prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
@@ -207,7 +196,7 @@ def test_prompts_that_wait_together_share_their_passes(monkeypatch):
         request, _ = read_prompt({"prompt": prompt}, defaults)
         worker.submit(Job(loaded, request, [engine.tokenizer.encode(prompt)], receive))
 
-    at_call(monkeypatch, type(one.target.model), "__call__", note)
+    at_call(monkeypatch, type(model), "__call__", note)
     for prompt in prompts:
         submit(prompt)
     while sum(map(len, found.values())) < 16:
@@ -249,7 +238,7 @@ def test_a_prompt_has_its_likelihoods(served, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.server.parts.CHUNK", 4)
     tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
     body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
-    status, reply = served.send("/v1/completions", body)
+    status, reply = served.send(PATH, body)
     assert status == 200
     model: Any = served.engine.target.model
     logits = model(mx.array([tokens]))[0].astype(mx.float32)
@@ -264,35 +253,31 @@ def test_a_prompt_has_its_likelihoods(served, monkeypatch):
         np.testing.assert_allclose(best, expected[: length - 1].max(axis=1), atol=1e-4)
         decoded = served.engine.tokenizer.decode(prompt)
         assert choice["text"].startswith(decoded)
-        plain = served.send("/v1/completions", {"prompt": prompt, "max_tokens": 1})[1]
-        assert choice["text"] == decoded + plain["choices"][0]["text"]
+        assert choice["text"] == decoded + served.text(prompt=prompt, max_tokens=1)
         assert reply["usage"]["completion_tokens"] == 2
 
 
 def test_a_prompt_alone_is_scored(served):
     """Without a token of an answer, as clients ask that compare likelihoods."""
     body = {"prompt": [7, 3, 22], "echo": True, "logprobs": 1, "max_tokens": 0}
-    _, reply = served.send("/v1/completions", body)
-    _, longer = served.send("/v1/completions", {**body, "max_tokens": 1})
+    _, reply = served.send(PATH, body)
+    _, longer = served.send(PATH, {**body, "max_tokens": 1})
     (choice,), (more,) = reply["choices"], longer["choices"]
     assert choice["logprobs"]["token_logprobs"] == more["logprobs"]["token_logprobs"][:3]
     assert more["text"].startswith(choice["text"])
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 0)
-    assert served.send("/v1/completions", {**body, "echo": False})[0] == 400
-    again = served.send("/v1/completions", body)[1]
+    assert served.send(PATH, {**body, "echo": False})[0] == 400
+    again = served.send(PATH, body)[1]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "nothing continues it"
     full = {**body, "prompt": [7] * 512}
-    assert served.send("/v1/completions", full)[0] == 200, "it needs no room for an answer"
-    assert served.send("/v1/completions", {**full, "max_tokens": 1})[0] == 400
+    assert served.send(PATH, full)[0] == 200, "it needs no room for an answer"
+    assert served.send(PATH, {**full, "max_tokens": 1})[0] == 400
 
 
 def test_every_text_of_a_request_may_fill_the_context(served):
     prompts = [[7], [7] * 500]
-    _, both = served.send("/v1/completions", {"prompt": prompts, "max_tokens": 60})
-    alone = [
-        served.send("/v1/completions", {"prompt": prompt, "max_tokens": 60})[1]
-        for prompt in prompts
-    ]
+    _, both = served.send(PATH, {"prompt": prompts, "max_tokens": 60})
+    alone = [served.send(PATH, {"prompt": prompt, "max_tokens": 60})[1] for prompt in prompts]
     assert [one["choices"][0]["text"] for one in alone] == [one["text"] for one in both["choices"]]
     assert [one["usage"]["completion_tokens"] for one in alone] == [60, 12]
 
@@ -308,7 +293,7 @@ def bundled() -> Any:
 def test_tokens_stand_where_the_text_has_them(bundled, prompt, echo):
     """Its tokenizer leaves out the blank at the beginning of a text."""
     body = {"prompt": prompt, "max_tokens": 8, "logprobs": 1, "echo": echo}
-    (choice,) = bundled.send("/v1/completions", body)[1]["choices"]
+    (choice,) = bundled.send(PATH, body)[1]["choices"]
     tokens = encode_prompt(bundled.engine.tokenizer, prompt)
     written = [one.token for one in _responses(bundled, prompt, max_tokens=8)]
     whole = bundled.engine.tokenizer.decode([*tokens, *written])
