@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -34,15 +33,6 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree, TreeBatch
 Accepted = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
-class Outcome(NamedTuple):
-    """The outcome of a pass, as the host has read it."""
-
-    rows: Sequence[int]  # node indices of the accepted path
-    tokens: list[int]  # accepted drafts, and the bonus token if there is one
-    bonus: int  # the target's own token after them, `NOT_A_NUMBER` or `NOT_A_TOKEN`
-    best: list[int]  # `best_rows` of the logits, of Z numbers; empty unless the drafting asks
-
-
 @dataclass(frozen=True, eq=False)
 class Results:
     """Arrays of a forward pass over G sequences, which the device may still compute.
@@ -52,7 +42,7 @@ class Results:
     Attributes:
         packed: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for trees, number of accepted
             drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L + Z,). For
-            one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
+            one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Pass.best`.
         roots: The bonus tokens, which are the next roots, int32, shape (G,); tokens in any case.
         hidden_states: Target states that predicted them, shape (G, H).
         log_probs: Natural log-probabilities after the nodes, shape (G N, V).
@@ -187,35 +177,40 @@ class Pass:
 
     @property
     def is_read(self) -> bool:
-        return "outcome" in self.__dict__
+        return "_values" in self.__dict__
 
     @cached_property
-    def outcome(self) -> Outcome:
-        """The outcome; the first use waits for the device."""
-        values = self.results.outcomes[self.number]
-        bonus = values[0]
-        own = [bonus] if bonus >= 0 else []
-        if not self.has_path:
-            return Outcome((0,), own, bonus, values[1:])
-        length, num_accepted = self.max_accepted + 1, values[1]
-        tokens = values[3 + length : 3 + length + num_accepted] + own
-        return Outcome(values[2 : 3 + num_accepted], tokens, bonus, values[2 + 2 * length :])
+    def _values(self) -> list[int]:
+        """Its own numbers of `Results.packed`; the first use waits for the device."""
+        return self.results.outcomes[self.number]
 
     @property
     def rows(self) -> Sequence[int]:
-        return self.outcome.rows
+        """Node indices of the accepted path."""
+        values = self._values
+        return values[2 : 3 + values[1]] if self.has_path else (0,)
 
     @property
     def tokens(self) -> list[int]:
         """Accepted drafts and the bonus token, if any; waits, and raises as `check_finite` does."""
-        if not self.outcome.tokens:
+        values = self._values
+        tokens = values[:1] if values[0] >= 0 else []
+        if self.has_path:
+            first = 4 + self.max_accepted
+            tokens = values[first : first + values[1]] + tokens
+        if not tokens:
             self.check_finite()
-        return self.outcome.tokens
+        return tokens
+
+    @property
+    def best(self) -> list[int]:
+        """`best_rows` of the logits, of Z numbers; empty unless the drafting asks."""
+        return self._values[4 + 2 * self.max_accepted if self.has_path else 1 :]
 
     @property
     def is_finite(self) -> bool:
         """Whether there is a bonus token; waits for the device."""
-        return self.outcome.bonus >= 0
+        return self._values[0] >= 0
 
     def check_finite(self) -> None:
         """Raise NonFiniteError if the logits are NaN; waits for the device.
@@ -223,7 +218,7 @@ class Pass:
         A user's sampler that has returned no token of the vocabulary raises ConfigError.
         """
         if not self.is_finite:
-            if self.outcome.bonus == NOT_A_TOKEN:
+            if self._values[0] == NOT_A_TOKEN:
                 size = self.results.log_probs.shape[-1]
                 raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
@@ -275,7 +270,7 @@ def _accept_chain(tree: TokenTree, chosen: mx.array) -> Accepted:
 
 
 def num_best_of(drafting: object) -> int:
-    """Return the number of tokens after each node that a drafting wants in `Outcome.best`.
+    """Return the number of tokens after each node that a drafting wants in `Pass.best`.
 
     They are those that the target finds most probable; only a lookup learns them.
     """

@@ -216,7 +216,7 @@ class LookupDrafting:
         tokens = flight.tokens
         if self._tree is not None:
             self._is_draft, self._tree = self._tree.learn(tokens), None
-        best, size = array("i", flight.outcome.best), 2 * NUM_BEST
+        best, size = array("i", flight.best), 2 * NUM_BEST
         rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
         if not rows and not self._may_pay:
             contexts.expect(tokens)

@@ -49,6 +49,7 @@ class TreeCache:
     def __init__(self, layers: Sequence[Any], length: int, has_buckets: bool = False):
         self.layers = list(layers)
         self.parts = parts_of(self.layers)
+        self._has_states = any(isinstance(part.stock, ArraysCache) for part in self.parts)
         self.length = length
         self.has_buckets = has_buckets
         self.history = History(1)
@@ -76,9 +77,8 @@ class TreeCache:
     @property
     def may_move(self) -> bool:
         """Whether a batch may hold the entries as they are, now and later."""
-        has_states = any(isinstance(part.stock, ArraysCache) for part in self.parts)
         # Some models process the first token otherwise than one that follows a state of zeros.
-        return self.length > 0 or not has_states
+        return self.length > 0 or not self._has_states
 
     @property
     def may_split(self) -> bool:
@@ -91,7 +91,8 @@ class TreeCache:
         has_path = len(self._step.paths[0]) > 0
         trees = None if tree is None else TreeBatch([tree])
         self._step = TreePass([bound], trees, self.history, self.has_buckets, has_path)
-        self.history.enter(self._step, [self._floor])
+        if self._has_states:  # entries need no earlier passes
+            self.history.enter(self._step, [self._floor])
         self._floor = self.length
         for part in self.parts:
             part.expect(self._step)
@@ -150,7 +151,7 @@ class TreeCache:
 
     def hold(self, entries: Sequence[Any], visits: list[Visit], length: int) -> None:
         """Take what `release` gives, of ``length`` tokens."""
-        self.length, self.history.visits = length, [visits]
+        self.length, self.history.visits = length, [visits if self._has_states else []]
         self._step = TreePass([length], history=self.history)
         for part, own in zip(self.parts, entries, strict=True):
             part.hold(own, length)

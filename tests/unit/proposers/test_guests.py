@@ -52,7 +52,7 @@ def _flight(*tokens: int, rows: list[list[int]] | None = None, drafts: Drafts | 
         best += [*row, *others][:NUM_BEST]
         best += unpack(f"{NUM_BEST}i", pack(f"{NUM_BEST}f", *log_probs))
     known = {"tokens": list(tokens), "rows": list(range(len(tokens))), "known": drafts}
-    return SimpleNamespace(outcome=SimpleNamespace(best=best), is_finite=True, **known)
+    return SimpleNamespace(best=best, is_finite=True, **known)
 
 
 def _paths(tree: Any) -> list[list[int]]:
@@ -286,7 +286,7 @@ def test_any_number_in_place_of_a_log_probability_is_taken(log_prob):
     for noise in (None, GumbelNoise(SamplingParams(temp=0.5, seed=1), mx.zeros((8, 300)))):
         drafting = _open([1, 2])
         flight = _flight(9, rows=[[7]])
-        flight.outcome.best[NUM_BEST:] = unpack(f"{NUM_BEST}i", pack("8f", *[log_prob] * NUM_BEST))
+        flight.best[NUM_BEST:] = unpack(f"{NUM_BEST}i", pack("8f", *[log_prob] * NUM_BEST))
         drafting.skip(flight)
         assert drafting.propose(_flight(2), PLAN, noise) is not None
 
