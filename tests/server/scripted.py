@@ -33,7 +33,7 @@ class Scripted:
         pause: Seconds between two tokens.
         held: Number of tokens after which answers wait for `go`; None for none.
         thought: Number of tokens of thinking before each answer.
-        end: How answers end: a finish reason, "broken" or an error object.
+        end: How answers end: a finish reason, "broken" after `go`, or an error object.
         refusals: Responses for the next requests, before they are answered.
         asked: Bodies of the requests for answers, with their paths.
     """
@@ -96,7 +96,8 @@ class Scripted:
             choice = {"delta": {"content": piece}, "text": piece, "is_draft": is_draft}
             yield _event({"choices": [choice | {"tokens": i + 1, "steps": steps}]})
         if self.end == "broken":
-            await asyncio.sleep(0.1)  # browsers drop what comes together with the error
+            while not self.go.is_set():  # browsers drop what comes together with the error
+                await asyncio.sleep(0.01)
             raise ConnectionResetError
         if isinstance(self.end, dict):
             yield _event(self.end)

@@ -573,7 +573,10 @@ def test_the_defaults_are_the_servers(page, script):
 
 def test_a_server_that_ends_amid_an_answer(page, script):
     script.say("one two three", end="broken")
-    _ask(page, "ASK", "does not run any more")
+    _enter(page, "ASK")
+    _until(page, "running && running.turn.tokens === 3")
+    script.go.set()
+    page.locator("#alert", has_text="does not run any more").wait_for()
     _expect(page, ["ASK", "one two three"])
     _notes(page).to_have_text(["The connection to the server broke off here."])
     script.say("Back.")
