@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -28,8 +27,10 @@ def is_memory_short() -> bool:
     if sys.platform == "darwin":
         return _read_pressure() >= CRITICAL
     try:
-        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE))
-        return int(sizes["MemAvailable"]) < SHORT * int(sizes["MemTotal"])
+        # MemTotal, MemFree and MemAvailable are the first lines.
+        words = MEMINFO.read_bytes().split(None, 9)
+        sizes = dict(zip(words[0:9:3], words[1:9:3], strict=False))
+        return int(sizes[b"MemAvailable:"]) < SHORT * int(sizes[b"MemTotal:"])
     except (OSError, KeyError):
         return False
 
