@@ -117,10 +117,9 @@ class DraftTree:
         if not tokens or self._noise is None:
             return zip(tokens, log_probs, strict=True)
         params, rows = self._noise
-        allowed = tokens[: _num_allowed(log_probs, params)]
-        temp, noise = max(params.temp, MIN_FACTOR), rows[depth, list(allowed)].tolist()
-        found = zip(log_probs, noise, allowed, strict=False)
-        scores = sorted(((one / temp + more, token) for one, more, token in found), reverse=True)
+        temp, noise = max(params.temp, MIN_FACTOR), memoryview(rows[depth])
+        found = zip(log_probs, tokens[: _num_allowed(log_probs, params)], strict=False)
+        scores = sorted([(one / temp + noise[token], token) for one, token in found], reverse=True)
         most = scores[0][0]
         total = most + log(sum([exp(score - most) for score, _ in scores]))
         return [(token, score - total) for score, token in scores]
@@ -128,8 +127,9 @@ class DraftTree:
 
 def _num_allowed(log_probs: Sequence[float], params: SamplingParams) -> int:
     """Return the number of candidates that the filters of sampling leave, at least one."""
-    least, most = log_probs[0] + log(max(params.min_p, MIN_FACTOR)), params.top_p or 1.0
-    before = accumulate(map(exp, log_probs))
-    others = zip(log_probs[1:], before, strict=False)
-    count = 1 + sum(one >= least and mass < most for one, mass in others)
-    return min(count, params.top_k or count)
+    count = params.top_k or len(log_probs)
+    if params.min_p or params.top_p:
+        least, most = log_probs[0] + log(max(params.min_p, MIN_FACTOR)), params.top_p or 1.0
+        others = zip(log_probs[1:], accumulate(map(exp, log_probs)), strict=False)
+        count = min(count, 1 + sum(one >= least and mass < most for one, mass in others))
+    return count
