@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Environment variable that is "0" to leave MLX's wired limit alone.
 SWITCH = "MLX_REDRAFTER_WIRED"
-# Tokens between two readings of the machine's memory. A reading takes some microseconds.
+# Tokens between two readings of the machine's memory. A reading takes some ten microseconds.
 EVERY = 16
 # Words of both messages.
 REMEDY = (

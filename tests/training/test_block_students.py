@@ -56,7 +56,7 @@ def test_blocks_along_a_text_are_those_of_decoding(target, layout):
         block = network.embed(mx.array([roots[position].item(), *masks]), target)[None]
         expected = network.outputs(block, around)[0, slot : slot + levels]
         both = np.array(found[number]), np.array(expected)
-        np.testing.assert_allclose(*both, rtol=2e-5, atol=2e-5)  # without AVX-512: 9e-6
+        np.testing.assert_allclose(*both, rtol=1e-5, atol=2e-5)  # without AVX-512: 9e-6
 
 
 def test_calibration_finds_the_factor_of_each_depth():
