@@ -95,7 +95,7 @@ class Results:
 Part = tuple[Results, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pass:
     """A dispatched forward pass, as one sequence sees it.
 
@@ -184,13 +184,12 @@ class Pass:
         """Its own numbers of `Results.packed`; the first use waits for the device."""
         return self.results.outcomes[self.number]
 
-    @property
+    @cached_property
     def rows(self) -> Sequence[int]:
-        """Node indices of the accepted path."""
-        values = self._values
-        return values[2 : 3 + values[1]] if self.has_path else (0,)
+        """Node indices of the accepted path; waits for that of a tree."""
+        return self._values[2 : 3 + self._values[1]] if self.has_path else (0,)
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
         """Accepted drafts and the bonus token, if any; waits, and raises as `check_finite` does."""
         values = self._values

@@ -346,14 +346,14 @@ class Engine:
         """Keep the estimates of a sequence's policy when it ends."""
         if not isinstance(policy, AdaptivePolicy):
             return
-        state = policy.conclude()
-        stats.shapes = policy.shapes()
-        if couple and policy.is_used:
-            self.memory.policy = state
+        if policy.is_used:
+            state = policy.conclude()
+            stats.shapes = policy.shapes()
+            self.memory.policy = state if couple else self.memory.policy
+            if state.ratios.are_low:
+                doubt_times(self.target, self._network, self.memory.timed)
         if couple:
             self.memory.keep()
-        if state.ratios.are_low:
-            doubt_times(self.target, self._network, self.memory.timed)
 
     def _share(self, options: GenerationOptions) -> Scheduler:
         scheduler, proposer = Scheduler(self.target), self.proposer

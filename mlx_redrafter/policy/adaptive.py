@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -326,15 +327,25 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
     ):
-        self.state = PolicyState() if before is None else before.for_next()
-        self._planner = Planner(costs, self.state, clock, max_length)
+        # At the first step, as a text that is decoded in a batch never has one here.
+        self._begin = lambda: Planner(
+            costs, PolicyState() if before is None else before.for_next(), clock, max_length
+        )
         # Its drafts that are still learned from.
         self._drafts: list[ScoredDrafts] = []
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return self._begin()
+
+    @property
+    def state(self) -> PolicyState:
+        return self._planner.state
 
     @property
     def is_used(self) -> bool:
         """Whether this policy has observed a step."""
-        return bool(self._planner.learner.totals)
+        return "_planner" in vars(self) and bool(self._planner.learner.totals)
 
     @property
     def waits(self) -> bool:

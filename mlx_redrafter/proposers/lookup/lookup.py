@@ -64,7 +64,7 @@ class Lookup:
         other = copy(self)
         if isinstance(history, Contexts):
             other.contexts = history
-        else:
+        elif history:
             other.history = [*self.history, *Lookup(history).history]
         return other
 

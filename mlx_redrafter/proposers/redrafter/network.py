@@ -52,9 +52,9 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        # Made by `input_lookup`: views of weights, and what tokens add to the state, (V, H). These
-        # arrays and those below are no parameters, as the names have underscores.
-        self._input_table: tuple[list[mx.array], mx.array] | None = None
+        # Made by `input_lookup`: places and views of weights, and what tokens add to the state.
+        # That has shape (V, H). No array here or below is a parameter: the names have underscores.
+        self._input_table: tuple[list[int], list[mx.array], mx.array] | None = None
         # A weight, and the two layers made of it.
         self._split_weights: tuple[mx.array, nn.Module, nn.Module] | None = None
 
@@ -199,16 +199,16 @@ def input_lookup(drafter: Drafter, target: Target) -> Embed:
         return compute
     modules = drafter.rnn_w, target.modules.embedding
     sources = [array for module in modules for array in named_parameters(module).values()]
-    table = drafter._input_table
-    if table is None or _places(table[0]) != _places(sources):
+    table, places = drafter._input_table, _places(sources)
+    if table is None or table[0] != places:
         # Computed at once: threads must not share what is not.
         rows = compute(mx.arange(target.vocab_size))
         mx.eval(rows)
         # Second views of the same memory: MLX gives an array that is changed in place another one.
         views = [array[:] for array in sources]
         mx.eval(views)
-        drafter._input_table = table = views, rows
-    rows = table[1]
+        drafter._input_table = table = places, views, rows
+    rows = table[-1]
     return lambda ids: rows[ids]
 
 
