@@ -34,7 +34,7 @@ MAX_SIMILAR = 100
 # Files that are not a model in MLX's format: a pattern of their names, their description, and the
 # remedy. The first pattern that matches counts.
 OTHER_FORMATS = (
-    ("model*.safetensors", "weights alone", "download the model again"),
+    ("model*.safetensors", "weights alone", "copy the other files of its repository, too"),
     ("*.gguf", "GGUF files", "use a copy in MLX's format, such as one of mlx-community"),
     (
         "adapter*.safetensors",

@@ -101,7 +101,7 @@ UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     "a draft model": (_other_model, "--drafter other", 1, "'rwkv7' cannot be decoded exactly"),
     "a small vocabulary": (_drafter(4095, 32), "", 1, "4095 does not match the target's 4096"),
     "no config": (_in("model", gone("config.json")), "", 1,
-        "no config.json ... weights alone; download the model again"),
+        "no config.json ... weights alone; copy the other files of its repository, too"),
     "no tokenizer": (_in("model", gone("tokenizer.json")), "", 1,
         "no letters, as without its tokenizer.json; download or convert it again"),
     "foreign weights": (

@@ -17,9 +17,11 @@ import pytest
 import typer
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
+from mlx_redrafter.bench.lab.real_models import SMOLLM2
 from mlx_redrafter.cli.main import app
 from tests.helpers.cli import commands
 from tests.helpers.models import ROOT
+from tests.property.test_real_texts import real_folder
 from tests.test_prose import PAGES
 
 PROGRAM = "redrafter-mlx"
@@ -169,12 +171,16 @@ def test_every_command_on_the_pages_is_run_by_a_test():
     assert {one for one in quoted if not one.startswith("-")} <= called
 
 
-def test_the_readme_shows_what_is_printed(cli, monkeypatch):
+@pytest.mark.timeout(900)  # it may be the first to ask for the model
+@pytest.mark.parametrize("number", [0, 1], ids=["bundled", "published"])
+def test_the_readme_shows_what_is_printed(number, cli, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
-    (shown,) = (one for one in _blocks(README.read_text(), "") if one.startswith("$ "))
-    command, _, output = shown.removeprefix("$ ").partition("\n")
-    text = output.partition("=" * 10)[0]
-    assert cli(*shlex.split(command, comments=True)[1:]).out == text
+    shown = [one for one in _blocks(README.read_text(), "") if one.startswith("$ ")][number]
+    command, *lines = shown.removeprefix("$ ").splitlines(keepends=True)
+    words = [real_folder(SMOLLM2) if "/" in one else one for one in shlex.split(command)]
+    end = lines.index("=" * 10 + "\n")
+    assert cli(*words[1:]).done().out == "".join(lines[:end])
+    assert len(lines) == end + 5
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "python.md"], ids=lambda p: p.name)
