@@ -175,8 +175,8 @@ def test_every_command_on_the_pages_is_run_by_a_test():
 @pytest.mark.parametrize("number", [0, 1], ids=["bundled", "published"])
 def test_the_readme_shows_what_is_printed(number, cli, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
-    shown = [one for one in _blocks(README.read_text(), "") if one.startswith("$ ")][number]
-    command, *lines = shown.removeprefix("$ ").splitlines(keepends=True)
+    (shown,) = (one for one in _blocks(README.read_text(), "") if one.startswith("$ "))
+    command, *lines = shown.split("$ ")[1 + number].strip().splitlines(keepends=True)
     words = [real_folder(SMOLLM2) if "/" in one else one for one in shlex.split(command)]
     end = lines.index("=" * 10 + "\n")
     assert cli(*words[1:]).done().out == "".join(lines[:end])
