@@ -101,7 +101,8 @@ class DecodingStats:
         num_tokens: Tokens yielded, stop token included.
         accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
-        shapes: Steps by kind, plain first, once the sequence has ended; empty with a fixed plan.
+        shapes: Steps by kind, plain first, once the sequence has ended; empty with a fixed plan,
+            and if all its steps were those of a batch.
     """
 
     num_tokens: int = 0

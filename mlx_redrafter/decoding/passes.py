@@ -95,7 +95,7 @@ class Results:
 Part = tuple[Results, int]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """A dispatched forward pass, as one sequence sees it.
 

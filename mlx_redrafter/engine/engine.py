@@ -349,7 +349,8 @@ class Engine:
         if policy.is_used:
             state = policy.conclude()
             stats.shapes = policy.shapes()
-            self.memory.policy = state if couple else self.memory.policy
+            if couple:
+                self.memory.policy = state
             if state.ratios.are_low:
                 doubt_times(self.target, self._network, self.memory.timed)
         if couple:

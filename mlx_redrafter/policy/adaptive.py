@@ -327,7 +327,7 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
     ):
-        # At the first step, as a text that is decoded in a batch never has one here.
+        # Called at the first step: a text that joins a batch at once never makes one here.
         self._begin = lambda: Planner(
             costs, PolicyState() if before is None else before.for_next(), clock, max_length
         )

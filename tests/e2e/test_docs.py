@@ -20,8 +20,7 @@ from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.bench.lab.real_models import SMOLLM2
 from mlx_redrafter.cli.main import app
 from tests.helpers.cli import commands
-from tests.helpers.models import ROOT
-from tests.property.test_real_texts import real_folder
+from tests.helpers.models import ROOT, real_folder
 from tests.test_prose import PAGES
 
 PROGRAM = "redrafter-mlx"

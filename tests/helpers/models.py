@@ -5,6 +5,7 @@ Axes: V vocabulary, H hidden size, D exit_dim.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING
 from transformers import PreTrainedTokenizerBase
 
+from mlx_redrafter.bench.lab.real_models import RealModel, find_model
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
@@ -43,6 +46,23 @@ def shared_path(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"{ABSENT} {name}")
     return path
+
+
+@cache
+def _find(model: RealModel) -> Path | RedrafterError:
+    """Return a folder, or why there is none; a failed download is not tried again."""
+    try:
+        return find_model(model, "float32")
+    except RedrafterError as error:
+        return error
+
+
+def real_folder(model: RealModel) -> Path:
+    """Return the folder of a published model in float32; skips the test if it cannot be had."""
+    folder = _find(model)
+    if isinstance(folder, RedrafterError):
+        pytest.skip(str(folder))
+    return folder
 
 
 def change_config(folder: Path, name: str = "config.json", /, **values: Any) -> None:

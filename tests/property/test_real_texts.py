@@ -1,7 +1,5 @@
 """Texts of two published models are stock mlx-lm's; `bench.lab exact` compares more of them."""
 
-from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import mlx_lm
@@ -9,41 +7,23 @@ import pytest
 
 from mlx_redrafter import load, stream_generate
 from mlx_redrafter.bench.lab.exactness import decode_texts
-from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2, RealModel, find_model
+from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2
 from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
-from tests.helpers.models import shared_path
+from tests.helpers.models import real_folder, shared_path
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.timeout(900)  # a test may be the first to ask for a model
 # Maximum number of tokens of a question.
 SHORT = 60
 TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 16}
-
-
-@cache
-def _find(model: RealModel) -> Path | RedrafterError:
-    """Return a folder, or why there is none; a failed download is not tried again."""
-    try:
-        return find_model(model, "float32")
-    except RedrafterError as error:
-        return error
-
-
-def real_folder(model: RealModel) -> Path:
-    """Return the folder of a published model in float32; skips the test if it cannot be had."""
-    folder = _find(model)
-    if isinstance(folder, RedrafterError):
-        pytest.skip(str(folder))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Chances that drafts of a lookup are right, learned from the text as it goes."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import zip_longest
 from math import exp, floor, sqrt
 
@@ -17,8 +18,7 @@ NUM_RANKS = 8
 # Lower bound of a chance, far below that of any draft; its logarithm is finite.
 LEAST_RATE = 1e-4
 
-# Probability that a token follows a node that is right, the token, and its feature: the number of
-# what that chance depends on.
+# Probability that a token follows a node that is right, the token, and the number of its feature.
 Child = tuple[float, int, int]
 
 
@@ -42,8 +42,7 @@ class Chances:
     def __init__(self) -> None:
         self.rates = [_prior(feature) for feature in range(NUM_MATCHES * (NUM_SHARES + 1))]
         self._counts = [PRIOR] * len(self.rates)
-        self.surprised = [LEAST_RATE] * NUM_RANKS
-        self._num_surprises = PRIOR
+        self.surprised, self._num_surprises = [LEAST_RATE] * NUM_RANKS, PRIOR
 
     def learn(self, children: Sequence[Child], token: int) -> None:
         """Count which child of a node that was right is the token that came."""
@@ -60,6 +59,7 @@ class Chances:
         self.surprised = [mean + (new - mean) / count for mean, new in found]
 
 
+@cache
 def _prior(feature: int) -> float:
     """Return a chance before any draft is counted."""
     match, share = divmod(feature, NUM_SHARES + 1)

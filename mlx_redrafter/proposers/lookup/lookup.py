@@ -64,7 +64,7 @@ class Lookup:
         other = copy(self)
         if isinstance(history, Contexts):
             other.contexts = history
-        elif history:
+        else:
             other.history = [*self.history, *Lookup(history).history]
         return other
 

@@ -52,8 +52,8 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        # Made by `input_lookup`: places and views of weights, and what tokens add to the state.
-        # That has shape (V, H). No array here or below is a parameter: the names have underscores.
+        # Made by `input_lookup`: places and views of weights, and what tokens add to the state, as
+        # rows, (V, H). No array here or below is a parameter, as the names have underscores.
         self._input_table: tuple[list[int], list[mx.array], mx.array] | None = None
         # A weight, and the two layers made of it.
         self._split_weights: tuple[mx.array, nn.Module, nn.Module] | None = None

@@ -247,7 +247,6 @@ class TreePass:
 
     Attributes:
         lengths: Number of committed tokens of each sequence before the pass.
-        length: The largest of these numbers.
         trees: The trees that the target verifies; None for a pass over committed tokens.
         history: Passes before this one, and this one.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
@@ -269,7 +268,6 @@ class TreePass:
         before: Sequence[Move] = (),
     ):
         self.lengths = list(lengths)
-        self.length = max(self.lengths)
         self.trees = trees
         self.history = history or History(len(self.lengths))
         self.has_buckets = has_buckets
@@ -281,9 +279,14 @@ class TreePass:
         self._layouts: dict[tuple[int, int | None], Layout] = {}
         self._places: dict[int, Places] = {}
 
+    @property
+    def length(self) -> int:
+        """The largest number of committed tokens."""
+        return max(self.lengths)
+
     def place(self, length: int) -> None:
         """Set the number of committed tokens, of which the pass of one sequence knew a bound."""
-        self.lengths[0] = self.length = length
+        self.lengths[0] = length
         self.moves[0] = (), length
 
     def num_rows(self, first: int = 0) -> int:
